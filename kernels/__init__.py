@@ -1,0 +1,1 @@
+"""The ops of the pack: byte-exact fusions of MiniMax H3's transformer block. See each module's docstring for its contract."""

@@ -1,0 +1,215 @@
+"""CUDA C++ compiled at run time by the NVRTC that torch ships, launched through the driver. No nvcc, no compiler, no Triton.
+
+Why ctypes: ``torch.cuda._compile_kernel`` is private and raises without a CUDA toolkit, and ``cuda.bindings`` comes with torch
+on Linux only. Here a launch costs one ``struct.pack_into`` and one ``cuLaunchKernel`` with a packed parameter buffer.
+
+Compiled code is cached on disk under the hash of source, options, architecture and NVRTC version (:mod:`.cache`).
+"""
+
+import ctypes
+import functools
+import glob
+import os
+import struct
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from . import cache
+
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+_LAUNCH_PARAM_BUFFER_POINTER, _LAUNCH_PARAM_BUFFER_SIZE, _LAUNCH_PARAM_END = 1, 2, 0
+
+
+class NvrtcUnavailable(RuntimeError):
+    """NVRTC or the CUDA driver cannot be used here; the message says what was looked for."""
+
+
+class CompileError(RuntimeError):
+    """NVRTC rejected a source; the message carries its log."""
+
+
+def candidate_libraries(platform: str, torch_dir: str, cuda_version: str) -> list[tuple[str, ...]]:
+    """Ways to load NVRTC, best first; each is a sequence of libraries to load in order, the last one being NVRTC itself.
+
+    On Linux ``import torch`` has already mapped NVRTC, and ``libcaffe2_nvrtc.so`` resolves it through its RPATH; loading the file
+    alone needs its builtins library first (NVRTC has no RPATH of its own).
+    """
+    major, minor = (cuda_version.split(".") + ["0"])[:2]
+    if platform == "win32":
+        lib = os.path.join(torch_dir, "lib")
+        return [(os.path.join(lib, f"nvrtc64_{major}0_0.dll"),), (os.path.join(lib, f"nvrtc64_{major}{minor}_0.dll"),), (f"nvrtc64_{major}0_0.dll",)]
+    ways: list[tuple[str, ...]] = [(os.path.join(torch_dir, "lib", "libcaffe2_nvrtc.so"),), (f"libnvrtc.so.{major}",)]
+    site = os.path.dirname(torch_dir)
+    for folder in (os.path.join(site, "nvidia", f"cu{major}", "lib"), os.path.join(site, "nvidia", "cuda_nvrtc", "lib"), os.path.join(torch_dir, "lib")):
+        builtins = [p for p in sorted(glob.glob(os.path.join(folder, "libnvrtc-builtins*.so*"))) if ".alt." not in p]
+        libraries = [p for p in sorted(glob.glob(os.path.join(folder, "libnvrtc*.so*"))) if "builtins" not in p and ".alt." not in p]
+        ways += [(*builtins[:1], library) for library in libraries[:1]]
+    return ways
+
+
+def load_nvrtc(load=ctypes.CDLL, platform: str = sys.platform, torch_dir: str | None = None, cuda_version: str | None = None):
+    """The NVRTC library. ``load`` stands in for ``ctypes.CDLL`` in tests. Raises :class:`NvrtcUnavailable` with every name tried."""
+    torch_dir = torch_dir or os.path.dirname(torch.__file__)
+    cuda_version = cuda_version or torch.version.cuda
+    if not cuda_version:
+        raise NvrtcUnavailable("needs a CUDA build of torch (this one has none)")
+    tried = []
+    for way in candidate_libraries(platform, torch_dir, cuda_version):
+        try:
+            for name in way:
+                library = load(name)
+            library.nvrtcCreateProgram  # noqa: B018  (raises AttributeError when the library lacks the symbol)
+            return library
+        except (OSError, AttributeError) as error:
+            tried.append(f"{os.path.basename(way[-1])} ({type(error).__name__})")
+    raise NvrtcUnavailable("needs the NVRTC library that torch ships; tried " + ", ".join(tried))
+
+
+def load_driver(load=ctypes.CDLL, platform: str = sys.platform):
+    """The CUDA driver with the library API (CUDA 12 or newer). Raises :class:`NvrtcUnavailable`."""
+    name = "nvcuda.dll" if platform == "win32" else "libcuda.so.1"
+    try:
+        driver = load(name)
+        driver.cuLibraryLoadData  # noqa: B018
+        driver.cuLaunchKernel  # noqa: B018
+    except (OSError, AttributeError) as error:
+        raise NvrtcUnavailable(f"needs the NVIDIA driver library {name} of CUDA 12 or newer ({type(error).__name__}: {error})") from error
+    pointer, unsigned = ctypes.c_void_p, ctypes.c_uint
+    driver.cuLaunchKernel.argtypes = [pointer, *[unsigned] * 7, pointer, pointer, pointer]
+    driver.cuLibraryLoadData.argtypes = [pointer, pointer, pointer, pointer, unsigned, pointer, pointer, unsigned]
+    driver.cuLibraryGetKernel.argtypes = [pointer, pointer, ctypes.c_char_p]
+    driver.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    return driver
+
+
+@functools.cache
+def _libraries():
+    return load_nvrtc(), load_driver()
+
+
+@functools.cache
+def unavailable_reason() -> str | None:
+    """None when kernels can be compiled and launched on this machine, else why not (answers once per process)."""
+    if not torch.cuda.is_available():
+        return "needs an NVIDIA GPU that torch can use"
+    if torch.version.hip:
+        return "needs an NVIDIA GPU (this torch is built for ROCm)"
+    try:
+        _libraries()
+    except NvrtcUnavailable as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def nvrtc_version() -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check_nvrtc(_libraries()[0].nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
+    return major.value, minor.value
+
+
+@functools.cache
+def source(name: str) -> str:
+    """``csrc/<name>.cu`` with its ``#include "x.cuh"`` lines replaced by those files (NVRTC has no include path here)."""
+    lines = []
+    for line in (CSRC / f"{name}.cu").read_text(encoding="utf-8").splitlines():
+        stripped = line.strip()
+        if stripped.startswith('#include "'):
+            lines.append((CSRC / stripped.split('"')[1]).read_text(encoding="utf-8"))
+        else:
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _check_nvrtc(code: int, what: str) -> None:
+    if code:
+        raise NvrtcUnavailable(f"{what} failed with NVRTC error {code}")
+
+
+def compile_source(text: str, arch: str, options: tuple[str, ...] = ()) -> bytes:
+    """The cubin of a CUDA C++ source for ``arch`` (``sm_90``), from the disk cache when it is there."""
+    key = cache.digest(text, arch, *options, nvrtc_version()) + ".cubin"
+    cubin = cache.read_bytes("nvrtc", key)
+    if cubin is not None:
+        return cubin
+    nvrtc = _libraries()[0]
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    _check_nvrtc(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"h3_vortex.cu", 0, None, None), "nvrtcCreateProgram")
+    try:
+        flags = [f"--gpu-architecture={arch}".encode(), b"--diag-suppress=177", *(o.encode() for o in options)]
+        if nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags)):
+            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            text_log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, text_log)
+            raise CompileError(text_log.value.decode(errors="replace").strip())
+        _check_nvrtc(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
+        buffer = ctypes.create_string_buffer(size.value)
+        _check_nvrtc(nvrtc.nvrtcGetCUBIN(program, buffer), "nvrtcGetCUBIN")
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    cache.write_bytes("nvrtc", key, buffer.raw)
+    return buffer.raw
+
+
+def architecture(device: torch.device) -> str:
+    """The target NVRTC compiles for: the exact chip, so that its instructions (bf16 arithmetic, E2M1 conversion) can be used."""
+    major, minor = torch.cuda.get_device_capability(device)
+    suffix = "a" if (major, minor) >= (9, 0) else ""
+    return f"sm_{major}{minor}{suffix}"
+
+
+class Kernel:
+    """One compiled entry point for one device.
+
+    Args:
+        text: CUDA C++ source; ``entry``: its ``extern "C"`` function.
+        parameters: ``struct`` format of the parameter list in native alignment (``P`` pointer, ``q`` int64, ``i`` int32, ``f`` float).
+        device: where it runs. ``options``: NVRTC flags.
+
+    The cubin is not tied to a context; launches go to the device's current stream and allocate nothing, so they may be captured.
+    """
+
+    def __init__(self, text: str, entry: str, parameters: str, device: torch.device, options: tuple[str, ...] = ()):
+        driver = _libraries()[1]
+        self.entry = entry
+        self.index = device.index if device.index is not None else torch.cuda.current_device()
+        self._cubin = compile_source(text, architecture(device), options)
+        library, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._check(driver.cuLibraryLoadData(ctypes.byref(library), self._cubin, None, None, 0, None, None, 0))
+        self._check(driver.cuLibraryGetKernel(ctypes.byref(function), library, entry.encode()))
+        self._function = function.value
+        self._launch = driver.cuLaunchKernel
+        self._layout = struct.Struct("@" + parameters)
+        self._local = threading.local()  # one parameter buffer per thread: two threads may launch at once
+
+    def _check(self, code: int) -> None:
+        if code:
+            name = ctypes.c_char_p()
+            _libraries()[1].cuGetErrorName(code, ctypes.byref(name))
+            raise RuntimeError(f"CUDA driver: {(name.value or b'error').decode()} ({code}) in kernel {self.entry}")
+
+    def _buffer(self):
+        local = self._local
+        local.parameters = ctypes.create_string_buffer(self._layout.size)
+        local.size = ctypes.c_size_t(self._layout.size)
+        local.extra = (ctypes.c_void_p * 5)(
+            _LAUNCH_PARAM_BUFFER_POINTER, ctypes.addressof(local.parameters),
+            _LAUNCH_PARAM_BUFFER_SIZE, ctypes.addressof(local.size), _LAUNCH_PARAM_END)
+        local.address = ctypes.addressof(local.extra)
+        return local
+
+    def launch(self, grid: int, block: int, *values, shared: int = 0) -> None:
+        """Launch ``grid`` blocks of ``block`` threads on the device's current stream."""
+        local = self._local if hasattr(self._local, "address") else self._buffer()
+        self._layout.pack_into(local.parameters, 0, *values)
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        if torch.cuda.current_device() == self.index:
+            code = self._launch(self._function, grid, 1, 1, block, 1, 1, shared, stream, None, local.address)
+        else:
+            with torch.cuda.device(self.index):
+                code = self._launch(self._function, grid, 1, 1, block, 1, 1, shared, stream, None, local.address)
+        if code:
+            self._check(code)
