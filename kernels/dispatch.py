@@ -77,12 +77,14 @@ class Op:
         name: the stem shared by ``kernels/``, ``tests/`` and ``benchmarks/``.
         reference: eager torch; the numerical contract. Registered as backend ``eager`` and able to run anything.
         signature: names of the arguments, in call order.
+        check: raises ValueError for arguments that fit no backend. Called once per distinct set of shapes, strides, dtypes and devices.
     """
 
     registry: dict[str, "Op"] = {}
 
-    def __init__(self, name: str, reference: Callable, signature: tuple[str, ...]):
+    def __init__(self, name: str, reference: Callable, signature: tuple[str, ...], check: Callable | None = None):
         self.name = name
+        self.check = check
         self.reference = reference
         self.signature = signature
         self.backends: dict[str, Backend] = {"eager": Backend(reference, Constraints(frozenset({"cpu", "cuda", "meta", "mps", "xpu"})))}
@@ -102,6 +104,8 @@ class Op:
     def choose(self, *args) -> str:
         """The backend an automatic call takes, or the explicit one. Raises :class:`BackendUnavailable` for the latter."""
         wanted = getattr(_local, "backend", None)
+        if wanted is not None and self.check is not None:
+            self.check(*args)
         if wanted is not None and wanted in self.backends:
             reason = self.backends[wanted].constraints.reason(dict(zip(self.signature, args, strict=True)))
             if reason:
@@ -112,6 +116,8 @@ class Op:
         key = tuple(_key(a) for a in args)
         choice = self._choices.get(key)
         if choice is None:
+            if self.check is not None:
+                self.check(*args)
             reasons = self.reasons(*args)
             choice = next(name for name in ORDER if name in reasons and reasons[name] is None)
             if len(self._choices) > 4096:  # shapes vary without bound only in a long-lived server

@@ -40,10 +40,12 @@ def candidate_libraries(platform: str, torch_dir: str, cuda_version: str) -> lis
     major, minor = (cuda_version.split(".") + ["0"])[:2]
     if platform == "win32":
         lib = os.path.join(torch_dir, "lib")
-        return [(os.path.join(lib, f"nvrtc64_{major}0_0.dll"),), (os.path.join(lib, f"nvrtc64_{major}{minor}_0.dll"),), (f"nvrtc64_{major}0_0.dll",)]
+        names = (f"nvrtc64_{major}0_0.dll", f"nvrtc64_{major}{minor}_0.dll")
+        return [*((os.path.join(lib, name),) for name in dict.fromkeys(names)), (names[0],)]
     ways: list[tuple[str, ...]] = [(os.path.join(torch_dir, "lib", "libcaffe2_nvrtc.so"),), (f"libnvrtc.so.{major}",)]
     site = os.path.dirname(torch_dir)
-    for folder in (os.path.join(site, "nvidia", f"cu{major}", "lib"), os.path.join(site, "nvidia", "cuda_nvrtc", "lib"), os.path.join(torch_dir, "lib")):
+    for parts in ((site, "nvidia", f"cu{major}", "lib"), (site, "nvidia", "cuda_nvrtc", "lib"), (torch_dir, "lib")):
+        folder = os.path.join(*parts)
         builtins = [p for p in sorted(glob.glob(os.path.join(folder, "libnvrtc-builtins*.so*"))) if ".alt." not in p]
         libraries = [p for p in sorted(glob.glob(os.path.join(folder, "libnvrtc*.so*"))) if "builtins" not in p and ".alt." not in p]
         ways += [(*builtins[:1], library) for library in libraries[:1]]

@@ -1,0 +1,68 @@
+"""Gated residual, then RMSNorm and modulation of the result, in one pass.
+
+``x = gate(x, other)`` in place and ``h = norm_modulate(x)``: what lies between attention and MLP of a block, and between the MLP of one
+block and the attention of the next. Stock runs ``_mod_gate``, ``F.rms_norm`` and ``_mod_scale_shift`` one after the other; the norm reads
+the gated residual after its rounding to bf16, and so does this op. comfy-kitchen has no such fusion for CUDA.
+"""
+
+import torch
+
+from . import gate as gate_op
+from . import norm_modulate, segments
+from .dispatch import Op
+
+
+def reference(
+    x: torch.Tensor, other: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor,
+    rows: torch.Tensor, eps: float,
+) -> torch.Tensor:
+    """The contract: :func:`.gate.reference` on ``x``, then :func:`.norm_modulate.reference` of it (any dtype, any device)."""
+    return norm_modulate.reference(gate_op.reference(x, other, gate, rows), weight, shift, scale, rows, eps)
+
+
+def check(x, other, gate, weight, shift, scale, rows, eps) -> None:
+    segments.check_modulation("gate_norm_modulate", "x", x, rows, gate=gate, shift=shift, scale=scale)
+    segments.check_like("gate_norm_modulate", "x", x, other=other)
+    segments.check_weight("gate_norm_modulate", "x", x, weight)
+
+
+OP = Op("gate_norm_modulate", reference, ("x", "other", "gate", "weight", "shift", "scale", "rows", "eps"), check)
+
+
+def gate_norm_modulate(
+    x: torch.Tensor, other: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor,
+    rows: torch.Tensor, eps: float,
+) -> torch.Tensor:
+    """``x += other * gate[row]`` in place; returns ``rms_norm(x) * (1 + scale[row]) + shift[row]``, rounded where stock rounds.
+
+    Args:
+        x: ``[S, H]``, unit stride in the last dimension; overwritten with the gated residual.
+        other: ``[S, H]``, dtype of ``x``; only read.
+        gate, shift, scale: ``[R, H]`` AdaLN tables in any floating dtype; rounded to ``x.dtype`` first, as stock does.
+        weight: ``[H]`` RMSNorm weight.
+        rows: int32 ``[S]`` from :func:`.segments.row_map`, values in ``0..R-1`` (not checked on the device).
+        eps: added to the mean square.
+
+    Returns:
+        new ``[S, H]`` in the dtype of ``F.rms_norm``'s result, contiguous.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit together.
+        BackendUnavailable: an explicitly chosen backend cannot run this call.
+    """
+    if torch.compiler.is_compiling():
+        return _registered(x, other, gate, weight, shift, scale, rows, eps)
+    return OP(x, other, gate, weight, shift, scale, rows, eps)
+
+
+@torch.library.custom_op("h3_vortex::gate_norm_modulate", mutates_args={"x"})
+def _registered(
+    x: torch.Tensor, other: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor,
+    rows: torch.Tensor, eps: float,
+) -> torch.Tensor:
+    return OP(x, other, gate, weight, shift, scale, rows, eps)
+
+
+@_registered.register_fake
+def _fake(x, other, gate, weight, shift, scale, rows, eps):
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))

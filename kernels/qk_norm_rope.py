@@ -1,0 +1,81 @@
+"""Per-head RMSNorm and partial split-half RoPE of q and k, in place on the strided qkv buffer.
+
+Stock calls comfy-kitchen's ``rms_rope_split_half_``, and that call *is* the reference here: whatever kitchen's registry would run for
+these tensors (its CUDA kernel on a CUDA 13 torch, its eager one elsewhere). The ``cuda`` backend exists because kitchen's kernel moves 0.74
+TB/s on an H200 where 4 TB/s are there; the order that reproduces its bytes is written down in ``csrc/qk_norm_rope.cu``.
+"""
+
+import functools
+
+import torch
+
+from .dispatch import Op
+
+
+@functools.cache
+def _kitchen():
+    import comfy_kitchen
+
+    return comfy_kitchen
+
+
+def reference(
+    q: torch.Tensor, k: torch.Tensor, freqs: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The contract: comfy-kitchen's in-place op, called as ComfyUI calls it (any dtype and device that kitchen takes)."""
+    _kitchen().rms_rope_split_half_(
+        q.unsqueeze(0), k.unsqueeze(0), freqs, q_weight, k_weight, epsilon=eps, rot_dim=freqs.shape[-3] * 2
+    )
+    return q, k
+
+
+def check(q, k, freqs, q_weight, k_weight, eps) -> None:
+    if q.dim() != 3 or k.shape != q.shape:
+        raise ValueError(f"qk_norm_rope: q and k must both be [S, heads, D], got {list(q.shape)} and {list(k.shape)}")
+    rows, _, width = q.shape
+    if freqs.dim() != 6 or freqs.shape[1] != rows or freqs.shape[-2:] != (2, 2) or 2 * freqs.shape[3] > width:
+        raise ValueError(
+            f"qk_norm_rope: freqs must be [1, {rows}, 1, rot/2, 2, 2] with rot <= {width}, got {list(freqs.shape)}"
+        )
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight.shape != (width,):
+            raise ValueError(f"qk_norm_rope: {name} must have shape [{width}], got {list(weight.shape)}")
+
+
+OP = Op("qk_norm_rope", reference, ("q", "k", "freqs", "q_weight", "k_weight", "eps"), check)
+
+
+def qk_norm_rope(
+    q: torch.Tensor, k: torch.Tensor, freqs: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm over each head of q and k, then a rotation of the first ``rot`` channels (pairs ``e, e + rot/2``), in place.
+
+    Args:
+        q, k: ``[S, heads, D]``, heads and channels dense, any token stride (views of one qkv buffer); overwritten.
+        freqs: ``[1, S, 1, rot/2, 2, 2]`` rotation matrices per token and pair.
+        q_weight, k_weight: ``[D]`` RMSNorm weights.
+        eps: added to the mean square.
+
+    Returns:
+        ``(q, k)``, the same tensors.
+
+    Raises:
+        ValueError: shapes do not fit together.
+        BackendUnavailable: an explicitly chosen backend cannot run this call.
+    """
+    if torch.compiler.is_compiling():
+        _registered(q, k, freqs, q_weight, k_weight, eps)
+        return q, k
+    return OP(q, k, freqs, q_weight, k_weight, eps)
+
+
+@torch.library.custom_op("h3_vortex::qk_norm_rope", mutates_args={"q", "k"})
+def _registered(
+    q: torch.Tensor, k: torch.Tensor, freqs: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float
+) -> None:
+    OP(q, k, freqs, q_weight, k_weight, eps)
+
+
+@_registered.register_fake
+def _fake(q, k, freqs, q_weight, k_weight, eps):
+    return None

@@ -1,0 +1,51 @@
+"""SwiGLU of the fused FC1 output: ``bf16(bf16(silu(gate)) * up)`` from ``[gate | up]``.
+
+Stock (``comfy.ops.linear_input_act`` outside the INT8 path) runs ``silu(gate).mul_(up)`` on the two halves, two passes over memory.
+comfy-kitchen folds ``swiglu`` into its INT8 quantiser only; for bf16 it has the same two torch calls.
+"""
+
+import torch
+
+from .dispatch import Op
+
+
+def reference(gate_up: torch.Tensor) -> torch.Tensor:
+    """The contract: torch's ``silu`` (fp32 inside, one rounding), then one rounded product (any dtype, any device)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate).mul_(up)
+
+
+def check(gate_up) -> None:
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+        raise ValueError(f"swiglu: gate_up must be [S, 2F], got shape {list(gate_up.shape)}")
+
+
+OP = Op("swiglu", reference, ("gate_up",), check)
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up``, rounded after ``silu`` and after the product.
+
+    Args:
+        gate_up: ``[S, 2F]``, the gate half first; only read.
+
+    Returns:
+        new ``[S, F]``, contiguous, dtype of ``gate_up``.
+
+    Raises:
+        ValueError: ``gate_up`` is not ``[S, 2F]``.
+        BackendUnavailable: an explicitly chosen backend cannot run this call.
+    """
+    if torch.compiler.is_compiling():
+        return _registered(gate_up)
+    return OP(gate_up)
+
+
+@torch.library.custom_op("h3_vortex::swiglu", mutates_args=())
+def _registered(gate_up: torch.Tensor) -> torch.Tensor:
+    return OP(gate_up)
+
+
+@_registered.register_fake
+def _fake(gate_up):
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
