@@ -12,7 +12,7 @@ from . import torchvision_hook
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
-FILES = ("torch.txt", "comfyui.txt", "test.txt", "torch-companions.txt", "constraints.txt")
+FILES = ("torch.txt", "comfyui.txt", "test-tools.txt", "test.txt", "torch-companions.txt", "constraints.txt")
 STAMP = "h3-vortex.json"
 HOOK_MODULE = "h3_vortex_torchvision"
 PYTHONS = ((3, 10), (3, 14))
@@ -68,16 +68,32 @@ def ensure_venv(venv=ROOT / ".venv", say=print):
     _pip(python, "--no-deps", "-r", REQUIREMENTS / "torch-companions.txt", say=say)
     install_hook(python)
     _drop_unloadable_torchaudio(python)
-    build = _output(python, "import torch; print(torch.__version__, torch.version.cuda or 'no CUDA')")
+    build = output(python, "import torch; print(torch.__version__, torch.version.cuda or 'no CUDA')")
     stamp = {"requirements": requirements_hash(), "torch": build}
     (venv / STAMP).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
     say(f"{venv} is ready: torch {build}.")
     return python
 
 
+def ensure_tools(python, folder=ROOT / ".test-packages", say=print):
+    """Install the test tools into ``folder`` for an interpreter that is not ours; returns the folder.
+
+    With --target and --no-deps: nothing goes into that interpreter and its torch stays.
+    """
+    stamp = Path(folder) / STAMP
+    wanted = requirements_hash(python=output(python, "import sys; print(sys.version_info[:3])"))
+    if stamp.exists() and json.loads(stamp.read_text(encoding="utf-8")).get("requirements") == wanted:
+        return Path(folder)
+    say(f"Putting the test tools for {python} into {folder}.")
+    shutil.rmtree(folder, ignore_errors=True)
+    _pip(python, "--target", folder, "--no-deps", "-r", REQUIREMENTS / "test-tools.txt", say=say)
+    stamp.write_text(json.dumps({"requirements": wanted}) + "\n", encoding="utf-8")
+    return Path(folder)
+
+
 def install_hook(python):
     """Put ``torchvision_hook`` into the site-packages of ``python``, called at its start. Only for our own ``.venv``."""
-    site = Path(_output(python, "import sysconfig; print(sysconfig.get_path('purelib'))"))
+    site = Path(output(python, "import sysconfig; print(sysconfig.get_path('purelib'))"))
     shutil.copyfile(torchvision_hook.__file__, site / f"{HOOK_MODULE}.py")
     (site / f"{HOOK_MODULE}.pth").write_text(f"import {HOOK_MODULE}; {HOOK_MODULE}.install()\n", encoding="utf-8")
 
@@ -86,10 +102,10 @@ def _drop_unloadable_torchaudio(python):
     """torchaudio works without its C++ half but not with one that cannot load (a CUDA wheel beside a CPU torch)."""
     if subprocess.run([str(python), "-c", "import torchaudio"], capture_output=True).returncode == 0:
         return
-    site = Path(_output(python, "import sysconfig; print(sysconfig.get_path('platlib'))"))
+    site = Path(output(python, "import sysconfig; print(sysconfig.get_path('platlib'))"))
     for library in (site / "torchaudio" / "lib").glob("_torchaudio*"):
         library.unlink()
-    _output(python, "import torchaudio")
+    output(python, "import torchaudio")
 
 
 def _pip(python, *arguments, say):
@@ -103,7 +119,8 @@ def _pip(python, *arguments, say):
         )
 
 
-def _output(python, code):
+def output(python, code):
+    """What ``python`` prints for ``code``, stripped. Raises :class:`SetupError` when it fails."""
     done = subprocess.run([str(python), "-c", code], capture_output=True, text=True)
     if done.returncode:
         raise SetupError(f"{python} failed on {code!r}:\n{done.stderr.strip()}")

@@ -1,0 +1,158 @@
+"""Queue a workflow on a running ComfyUI server and download what it makes.
+
+FILE.json is in the API format (in ComfyUI: Workflow > Export (API)). A node is named by its id, its title, or its class
+when only one node has it:
+
+  run.py queue workflows/api/t2va.json --set 'H3 Conditioning.prompt=A red fox in the snow' --set seed_node.seed=7
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from . import environment, interpreter, locate
+
+HELP = "queue a workflow file on a running server and download the outputs"
+
+
+class UsageError(ValueError):
+    """A --set or FILE.json that does not fit; the message names it and what would fit."""
+
+
+def add_arguments(parser):
+    parser.add_argument("file", metavar="FILE.json", help="workflow in API format")
+    parser.add_argument("--url", default="http://127.0.0.1:8188", help="the server (default: %(default)s)")
+    parser.add_argument("--set", metavar="NODE.INPUT=VALUE", action="append", default=[], help="change an input; repeatable")
+    parser.add_argument(
+        "--upload",
+        metavar="NODE.INPUT=FILE",
+        action="append",
+        default=[],
+        help="put a local file into the server's input folder and set the input to its name; repeatable",
+    )
+    parser.add_argument("--out", metavar="DIR", default="output", help="where files go (default: ./output); nothing is overwritten")
+    parser.add_argument("--timeout", type=float, default=3600, metavar="S", help="give up after so many seconds (default: %(default)s)")
+
+
+def run(args):
+    python = _client_python()
+    if not interpreter.is_this(python):
+        return interpreter.go_on(python, "queue", sys.argv[2:])
+    try:
+        graph = load_graph(args.file)
+        for assignment in args.set:
+            node, name, value = parse_assignment(assignment, graph)
+            graph[node]["inputs"][name] = parse_value(value, graph[node]["inputs"].get(name), assignment)
+        uploads = [(*parse_assignment(assignment, graph)[:2], assignment.split("=", 1)[1]) for assignment in args.upload]
+        for *_, path in uploads:
+            if not Path(path).is_file():
+                raise UsageError(f"--upload: there is no file {path}")
+    except UsageError as error:
+        print(f"run.py queue: {error}", file=sys.stderr)
+        return 2
+    return asyncio.run(_queue(graph, uploads, args))
+
+
+async def _queue(graph, uploads, args):
+    import aiohttp
+
+    from .client import Client
+
+    async with Client(args.url) as client:
+        try:
+            for node, name, path in uploads:
+                graph[node]["inputs"][name] = await client.upload(path)
+            result = await run_graph(client, graph, args.timeout)
+        except aiohttp.ClientConnectorError as error:
+            raise ConnectionError(f"no server answers at {args.url}: {error.os_error.strerror or error}") from None
+        for path in await save_outputs(client, result, args.out):
+            print(path)
+    for text in result.texts():
+        print(text)
+    if not result.ok:
+        print(f"run.py queue: {result.message()}", file=sys.stderr)
+    return 0 if result.ok else 1
+
+
+async def run_graph(client, graph, timeout):
+    """Queue ``graph`` with a progress display; returns the ``Result``."""
+    from .progress import Progress
+
+    with Progress(graph) as progress:
+        return await client.queue(graph, timeout=timeout, on_event=progress)
+
+
+async def save_outputs(client, result, folder):
+    """Download every saved output (previews only when nothing was saved) into ``folder``; returns the paths."""
+    entries = [entry for _, entry in result.files()]
+    saved = [entry for entry in entries if entry.get("type") == "output"]
+    return [await client.download(entry, folder) for entry in saved or entries]
+
+
+def load_graph(path):
+    """Read an API-format workflow. Raises :class:`UsageError` for anything else."""
+    try:
+        graph = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is no JSON: {error}") from None
+    if isinstance(graph, dict) and "nodes" in graph and "links" in graph:
+        raise UsageError(f"{path} is a workflow for the canvas; a server takes the API format: Workflow > Export (API)")
+    if not isinstance(graph, dict) or not graph:
+        raise UsageError(f"{path} is no API-format workflow (an object of nodes by id)")
+    for node, entry in graph.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("inputs"), dict) or "class_type" not in entry:
+            raise UsageError(f"{path}: node {node} has no class_type and inputs, so this is no API-format workflow")
+    return graph
+
+
+def parse_assignment(text, graph):
+    """Split ``NODE.INPUT=VALUE``; returns (node id, input name, value text). Raises :class:`UsageError`.
+
+    The node name ends at the last dot before ``=`` that leaves a known node: titles and input names may hold dots.
+    """
+    target, equals, value = text.partition("=")
+    if not equals or "." not in target:
+        raise UsageError(f"{text!r} is not NODE.INPUT=VALUE")
+    dots = [i for i, char in enumerate(target) if char == "."]
+    for dot in reversed(dots):
+        nodes = _nodes_named(target[:dot], graph)
+        if len(nodes) > 1:
+            raise UsageError(f"{target[:dot]!r} names {len(nodes)} nodes; use an id: {', '.join(nodes)}")
+        if nodes and target[dot + 1 :]:
+            return nodes[0], target[dot + 1 :], value
+    known = ", ".join(f"{node} ({entry['class_type']})" for node, entry in graph.items())
+    raise UsageError(f"{text!r}: no such node; there are {known}")
+
+
+def parse_value(text, present, assignment):
+    """The new value for an input that holds ``present``: text stays text, a number, boolean or link is read as JSON."""
+    if isinstance(present, str):
+        return text
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    if isinstance(present, (bool, int, float)) and not isinstance(value, (bool, int, float, list)):
+        raise UsageError(f"{assignment!r}: the input holds {json.dumps(present)}, so a {type(present).__name__} is needed")
+    return value
+
+
+def _nodes_named(name, graph):
+    if name in graph:
+        return [name]
+    titled = [node for node, entry in graph.items() if (entry.get("_meta") or {}).get("title") == name]
+    return titled or [node for node, entry in graph.items() if entry["class_type"] == name]
+
+
+def _client_python():
+    """An interpreter with aiohttp and tqdm: this one, our .venv, or one that runs the found ComfyUI."""
+    tree = locate.find_comfyui()
+    venv = environment.venv_python(environment.ROOT / ".venv")
+    candidates = [sys.executable, *([venv] if venv.exists() else []), *(locate.pythons_of(tree) if tree else [])]
+    for python in candidates:
+        if not locate.missing_modules(python, ("aiohttp", "tqdm")):
+            return python
+    raise environment.SetupError("this needs the packages aiohttp and tqdm: install them, or run `run.py setup` first.")

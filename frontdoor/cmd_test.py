@@ -1,0 +1,105 @@
+"""Run every test tier that this machine can, and say in one line per missing tier what would enable it.
+
+  unit       any machine
+  host       a ComfyUI 0.33 or newer (COMFYUI_DIR, the tree this pack is in, or the cache)
+  gpu        an NVIDIA GPU and a CUDA build of torch
+  blackwell  an NVIDIA GPU of compute capability 10.0 or higher
+
+The tests run under the Python that runs the found ComfyUI when there is one (the test tools then go into
+.test-packages here, not into that Python), else under the pack's own .venv, made when absent.
+H3_REQUIRE=host,gpu makes a missing tier a failure. Arguments after -- go to pytest.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from . import environment, interpreter, locate
+
+HELP = "run every test tier that this machine can"
+ROOT = Path(__file__).resolve().parent.parent
+TIERS = ("unit", "host", "gpu", "blackwell")
+TOOLS = ("pytest", "hypothesis")
+# Not `python -m pytest`: that puts the working directory, and so the pack's nodes/, on sys.path.
+PYTEST = """
+import sys
+root, extra = sys.argv[1:3]
+del sys.argv[1:3]
+sys.path[:] = [folder for folder in sys.path if folder not in ("", root)] + ([extra] if extra else [])
+import pytest
+sys.exit(pytest.console_main())
+"""
+PROBE = """
+import json, torch
+found = {"torch": torch.__version__, "cuda": torch.cuda.is_available()}
+if found["cuda"]:
+    found |= {"name": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability()}
+print(json.dumps(found))
+"""
+
+
+def add_arguments(parser):
+    interpreter.add_arguments(parser)
+    parser.add_argument("--tier", action="append", choices=TIERS, help="only this tier; repeatable")
+    parser.add_argument("pytest", nargs="*", metavar="-- ARG", help="arguments for pytest, after --")
+
+
+def run(args):
+    required = set(filter(None, os.environ.get("H3_REQUIRE", "").split(",")))
+    if required - set(TIERS):
+        raise environment.SetupError(f"H3_REQUIRE={','.join(sorted(required))}: the tiers are {', '.join(TIERS)}")
+    tree = locate.find_comfyui(args.comfyui)
+    python, extra = test_python(tree, args.python)
+    device = json.loads(environment.output(python, PROBE))
+    environ = dict(os.environ)
+    if tree is not None:
+        environ["COMFYUI_DIR"] = str(tree.path)
+        print(tree.describe())
+    print(f"{python}: torch {device['torch']}, {device.get('name', 'no CUDA device')}")
+    lines, failed = [], False
+    for tier in args.tier or TIERS:
+        missing = why_missing(tier, tree, device)
+        if missing:
+            failed |= tier in required
+            verdict = "MISSING, and H3_REQUIRE asks for it" if tier in required else "not run"
+            lines.append(f"{tier:<10} {verdict}: {missing}")
+            continue
+        print(f"\n== tests/{tier}", flush=True)
+        began = time.monotonic()
+        command = [str(python), "-c", PYTEST, str(ROOT), str(extra or ""), "--import-mode=importlib", "-rs"]
+        code = subprocess.run([*command, f"tests/{tier}", *args.pytest], cwd=ROOT, env=environ).returncode
+        failed |= code != 0
+        lines.append(f"{tier:<10} {verdict_of(code)} in {time.monotonic() - began:.0f} s")
+    print("\nTiers\n  " + "\n  ".join(lines), flush=True)
+    return 1 if failed else 0
+
+
+def verdict_of(code):
+    """pytest's exit status in words."""
+    return {0: "passed", 1: "FAILED", 2: "INTERRUPTED", 5: "FAILED: no test was collected"}.get(code, f"FAILED (pytest {code})")
+
+
+def why_missing(tier, tree, device):
+    """None when ``tier`` can run here, else what would enable it, in one line."""
+    if tier == "host" and tree is None:
+        return f"set COMFYUI_DIR to a ComfyUI >= 0.33, or put one at {locate.cache_folder() / 'ComfyUI'}"
+    if tier in ("gpu", "blackwell") and not device["cuda"]:
+        return f"needs an NVIDIA GPU and a CUDA build of torch (torch here: {device['torch']})"
+    if tier == "blackwell" and device["capability"][0] < 10:
+        return "needs an NVIDIA GPU of compute capability 10.0 or higher (here {}.{})".format(*device["capability"])
+    return None
+
+
+def test_python(tree, named=None):
+    """(interpreter, folder with the test tools or None). Raises ``environment.SetupError``."""
+    runs = Path(named) if named else None
+    if runs is None and not locate.missing_modules(sys.executable, (*locate.RUNS_COMFYUI, *TOOLS)):
+        runs = Path(sys.executable)
+    if runs is None and tree is not None:
+        runs = locate.python_for(tree)
+    if runs is None:
+        return environment.ensure_venv(), None
+    return runs, None if not locate.missing_modules(runs, TOOLS) else environment.ensure_tools(runs)
