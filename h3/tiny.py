@@ -185,9 +185,7 @@ def _nvfp4(weight):
 def _int8_convrot(weight):
     from comfy_kitchen.tensor import TensorWiseINT8Layout
 
-    data, params = TensorWiseINT8Layout.quantize(
-        weight.float(), per_channel=True, convrot=True, convrot_groupsize=CONVROT_GROUP
-    )
+    data, params = TensorWiseINT8Layout.quantize(weight.float(), per_channel=True, convrot=True, convrot_groupsize=CONVROT_GROUP)
     conf = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": CONVROT_GROUP}
     return {"weight": data, "weight_scale": params.scale, "comfy_quant": comfy_quant(conf)}
 

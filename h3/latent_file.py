@@ -1,0 +1,32 @@
+"""An H3 latent, both streams, in one safetensors file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_FORMAT = "h3_vortex_latent_1"
+
+
+def save(path, video, audio):
+    """Write ``video`` [B, 24, T, h, w] and ``audio`` [B, 32, 2, t] to ``path``; raises OSError as any write does."""
+    from safetensors.torch import save
+
+    data = save(
+        {"video": video.detach().cpu().contiguous(), "audio": audio.detach().cpu().contiguous()},
+        metadata={"format": _FORMAT},
+    )
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_bytes(data)
+
+
+def load(path):
+    """The two tensors ``(video, audio)`` that :func:`save` wrote. Raises ValueError for any other file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            if (file.metadata() or {}).get("format") != _FORMAT:
+                raise ValueError(f"{Path(path).name} is not a latent that H3 Decode saved")
+            return file.get_tensor("video"), file.get_tensor("audio")
+    except SafetensorError as error:
+        raise ValueError(f"{Path(path).name} cannot be read as a saved latent: {error}") from error
