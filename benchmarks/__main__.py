@@ -1,0 +1,26 @@
+"""``python benchmarks NAME ...``: run one benchmark of the pack (``python benchmarks NAME --help`` for its options)."""
+
+import importlib
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+# Each has main(argv) -> exit code.
+NAMES = ("step", "block", "trajectory", "compare")
+
+
+def main(argv):
+    if not argv or argv[0] not in NAMES:
+        print(f"usage: python benchmarks {{{','.join(NAMES)}}} ...", file=sys.stderr)
+        return 2
+    # Running a folder puts that folder first on sys.path; a `step` or `block` importable at top level helps nobody.
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
+    spec = importlib.util.spec_from_file_location("_h3_vortex_loader", HERE / "_pack.py")
+    loader = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loader)
+    loader.load_pack()
+    return importlib.import_module(f"h3_vortex.benchmarks.{argv[0]}").main(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,180 @@
+"""Gates, then a whole trajectory: stock and a candidate must agree byte for byte, and the next gate waits for the one before.
+
+bytes    one step of a small job, with the full-width model
+blocks   the stream after blocks 0, 24 and 49 in one step of the job
+short    the latents after two sampling steps
+full     the latents after all steps, and each step's prediction
+"""
+
+import argparse
+import time
+
+import torch
+
+from . import _comfy, candidates, full_size, harness, shapes
+from .step import add_common
+
+GATES = ("bytes", "blocks", "short", "full")
+WATCHED = (0, 24, 49)
+
+
+def arguments(argv):
+    parser = argparse.ArgumentParser(
+        prog="python benchmarks trajectory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_common(parser)
+    parser.add_argument("--weights", choices=full_size.WEIGHTS, default="bf16")
+    parser.add_argument("--attention", choices=full_size.ATTENTIONS, default="fa2", help="fa2 is ComfyUI's default")
+    parser.add_argument("--shape", default="canonical", help=f"{','.join(shapes.JOBS)} or WxHxFRAMES")
+    parser.add_argument("--small-shape", default="small", help="job of the first gate (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=12, help="sampling steps of the last gate (default: 12)")
+    parser.add_argument("--candidate", choices=[name for name in candidates.CANDIDATES if name != "stock"],
+                        default="exact")  # fmt: skip
+    parser.add_argument("--gates", default=",".join(GATES), help="which gates to run, in this order (default: all)")
+    chosen = parser.parse_args(argv)
+    chosen.gates = [gate for gate in GATES if gate in chosen.gates.split(",")]
+    if not chosen.gates:
+        parser.error(f"--gates: none of {','.join(GATES)}")
+    return chosen
+
+
+class Watch:
+    """Keeps copies of the stream after some blocks, through ``double_block`` replacements of a patcher clone.
+
+    A replacement that only calls ``original_block`` is what other packs install too, so this also proves the chaining.
+    """
+
+    def __init__(self, patcher, blocks):
+        self.kept = {}
+        self.patcher = patcher.clone()
+        for index in blocks:
+            self.patcher.set_model_patch_replace(self._after(index), "dit", "double_block", index)
+
+    def _after(self, index):
+        def replacement(args, extra):
+            out = extra["original_block"](args)
+            self.kept[index] = out["img"].clone()
+            return out
+
+        return replacement
+
+
+def watched_blocks(blocks):
+    """:data:`WATCHED`, or the first, middle and last block of a shallower model."""
+    return WATCHED if blocks > WATCHED[-1] else tuple(sorted({0, blocks // 2, blocks - 1}))
+
+
+class Run:
+    """One model, one attention, one candidate, and the two sides of every gate."""
+
+    def __init__(self, comfy, model, chosen, device):
+        self.comfy, self.model, self.chosen, self.device = comfy, model, chosen, device
+        self.job, self.options = shapes.job(chosen.shape), dict(chosen.option)
+        stock = full_size.build(comfy, model, chosen.weights, device, chosen.seed)
+        self.stock = full_size.with_attention(comfy, stock, chosen.attention)
+        self.ours = self.reporting = candidates.make(chosen.candidate, self.stock, self.options)
+
+    def _step(self, patcher, inputs):
+        return full_size.run_step(self.comfy, patcher, inputs, self.chosen.attention)
+
+    def bytes(self):
+        inputs = full_size.make_inputs(self.comfy, self.stock, shapes.job(self.chosen.small_shape), self.device)
+        stock, ours = self._step(self.stock, inputs), self._step(self.ours, inputs)
+        row = {"steps": 1, "stock": {"sha256": harness.sha256(stock)}, "ours": {"sha256": harness.sha256(ours)}}
+        row["detail"] = {"differing": [harness.differing(a, b) for a, b in zip(stock, ours, strict=True)],
+                         "of": [tensor.numel() for tensor in stock]}  # fmt: skip
+        return row, row["stock"] == row["ours"]
+
+    def blocks(self):
+        inputs = full_size.make_inputs(self.comfy, self.stock, self.job, self.device)
+        indices = watched_blocks(self.model.blocks)
+        stock = Watch(self.stock, indices)
+        ours = Watch(self.stock, indices)
+        out_stock = self._step(stock.patcher, inputs)
+        self.reporting = candidates.make(self.chosen.candidate, ours.patcher, self.options)
+        out_ours = self._step(self.reporting, inputs)
+        detail = {}
+        for index in indices:
+            a, b = stock.kept[index], ours.kept[index]
+            detail[str(index)] = {"differing": harness.differing(a, b), "of": a.numel(), "sha256": harness.sha256([a])}
+        row = {"steps": 1, "stock": {"sha256": harness.sha256(out_stock)}, "ours": {"sha256": harness.sha256(out_ours)}}
+        row["detail"] = detail
+        return row, row["stock"] == row["ours"] and not any(entry["differing"] for entry in detail.values())
+
+    def _sample(self, patcher, steps):
+        predictions = []
+        start = time.perf_counter()
+        latents = full_size.run_trajectory(
+            self.comfy, patcher, self.job, steps, self.chosen.attention,
+            on_step=lambda index, prediction: predictions.append((time.perf_counter(), harness.sha256(prediction))),
+        )  # fmt: skip
+        seconds = time.perf_counter() - start
+        video, audio = latents
+        ends = [start] + [at for at, _ in predictions]
+        return {
+            "video_sha256": harness.sha256([video]),
+            "audio_sha256": harness.sha256([audio]),
+            "prediction_sha256": [digest for _, digest in predictions],
+            "seconds": round(seconds, 3),
+            "step_seconds": [round(b - a, 3) for a, b in zip(ends, ends[1:], strict=False)],
+            "finite": bool(torch.isfinite(video).all() and torch.isfinite(audio).all()),
+            "std": [round(float(video.std()), 6), round(float(audio.std()), 6)],
+        }
+
+    def _trajectory(self, steps):
+        self.reporting = self.ours
+        stock, ours = self._sample(self.stock, steps), self._sample(self.ours, steps)
+        equal = [key for key in ("video_sha256", "audio_sha256", "prediction_sha256") if stock[key] != ours[key]] == []
+        pairs = zip(stock["prediction_sha256"], ours["prediction_sha256"], strict=True)
+        first = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
+        detail = {"first_differing_step": first, "speedup": stock["seconds"] / ours["seconds"]}
+        return {"steps": steps, "stock": stock, "ours": ours, "detail": detail}, equal and stock["finite"]
+
+    def short(self):
+        return self._trajectory(2)
+
+    def full(self):
+        return self._trajectory(self.chosen.steps)
+
+
+def run(chosen, argv):
+    device = harness.pick_device(chosen.device)
+    model = shapes.model(chosen.model).with_blocks(chosen.blocks)
+    job = shapes.job(chosen.shape)
+    comfy = _comfy.load(device, chosen.comfyui)
+    harness.log(f"ComfyUI {comfy.version} imported; device {device}")
+    result = harness.start_result("trajectory", device, argv, comfy.version)
+    missing = full_size.attention_missing(comfy, chosen.attention, device)
+    if missing:
+        raise SystemExit(f"--attention {chosen.attention}: {missing}")
+    row = {"model": model.name, "blocks": model.blocks, "weights": chosen.weights, "shape": job.name, "rows": job.rows,
+           "attention": chosen.attention, "candidate": chosen.candidate}  # fmt: skip
+    row["attention_function"] = full_size.attention_name(comfy, chosen.attention, device)
+    path = harness.out_path(chosen.out, "trajectory", device)
+    failed = None
+    with harness.guarded(result, path), torch.inference_mode(), harness.PowerLog(device, result):
+        _comfy.first_sdpa_call(comfy, device)
+        gates = Run(comfy, model, chosen, device)
+        harness.log(f"built {model.blocks} blocks of {model.name} in {chosen.weights}; attention {row['attention_function']}")
+        for gate in chosen.gates:
+            if failed:
+                harness.log(f"gate {gate}: not run, because gate {failed} failed")
+                result["rows"].append({**row, "gate": gate, "passed": None, "detail": {"waits_for": failed}})
+                continue
+            with _comfy.ErrorLog() as errors:
+                entry, passed = getattr(gates, gate)()
+            entry |= {"gate": gate, "passed": passed, "errors": errors.messages}
+            entry["report"] = candidates.report(chosen.candidate, gates.reporting)
+            result["rows"].append({**row, **entry})
+            harness.log(f"gate {gate}: {'passed' if passed else 'FAILED'}", entry["detail"])
+            if gate in ("short", "full"):
+                for side in ("stock", "ours"):
+                    harness.log(f"  {side}: {entry[side]['seconds']} s, video {entry[side]['video_sha256'][:16]}, "
+                                f"audio {entry[side]['audio_sha256'][:16]}")  # fmt: skip
+            failed = None if passed else gate
+            harness.write_result(result, path)
+    return 1 if failed else 0
+
+
+def main(argv):
+    return run(arguments(argv), argv)
