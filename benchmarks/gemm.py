@@ -1,0 +1,84 @@
+"""``python benchmarks gemm``: the four projections of a block, stock GEMM against every cuBLASLt schedule that gives its bytes.
+
+Random data. A schedule counts only when its output equals stock's byte for byte on two data sets; see ``kernels/gemm_schedule.py``.
+"""
+
+import argparse
+
+import torch
+
+from ..kernels.cublaslt import Problem
+from ..kernels.gemm_schedule import Operands, search
+from . import shapes
+from .harness import ceilings, guarded, log, out_path, pick_device, start_result
+
+ROWS = (37_810, 37_742, 15_499, 109_162)  # canonical, another text length, 864x480x124, 1344x768x362
+
+
+def operands(kind, m, n, k, device, seed):
+    """One random data set of a :class:`Problem` and the stock call on it."""
+    generator = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(m, k, generator=generator, device=device, dtype=torch.bfloat16)
+    w = torch.randn(n, k, generator=generator, device=device, dtype=torch.bfloat16).mul_(0.02)
+    if kind == "bf16":
+        return Operands(x, w)
+    from comfy_kitchen.tensor import QuantizedTensor
+
+    layout = {"fp8": "TensorCoreFP8Layout", "nvfp4": "TensorCoreNVFP4Layout"}[kind]
+    qx, qw = (QuantizedTensor.from_float(tensor, layout) for tensor in (x, w))
+    if kind == "fp8":
+        return Operands(qx._qdata, qw._qdata, qx._params.scale, qw._params.scale)
+    alpha = (qx._params.scale * qw._params.scale).reshape(1)
+    return Operands(qx._qdata, qw._qdata, qx._params.block_scale, qw._params.block_scale, alpha)
+
+
+def stock_call(kind):
+    """What comfy-kitchen's layouts run for this kind, on the operands of :func:`operands`."""
+    if kind == "bf16":
+        return lambda d: torch.nn.functional.linear(d.x, d.w)
+    if kind == "fp8":
+        from comfy_kitchen.tensor.fp8 import _fp8_scaled_mm
+
+        return lambda d: _fp8_scaled_mm(d.x, d.w.t(), d.x_scale, d.w_scale, out_dtype=torch.bfloat16)
+    import comfy_kitchen
+
+    one = torch.ones((), device="cuda")
+    return lambda d: comfy_kitchen.scaled_mm_nvfp4(d.x, d.w, one, one, d.x_scale, d.w_scale, out_dtype=torch.bfloat16, alpha=d.alpha)
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(prog="benchmarks gemm", description=__doc__)
+    parser.add_argument("--kinds", default="bf16,fp8,nvfp4")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--layers", default="fc2,qkv,out_proj,fc1")
+    parser.add_argument("--model", default="h3")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time budget of one search")
+    parser.add_argument("--out")
+    args = parser.parse_args(argv)
+    device = pick_device("cuda")
+    model = shapes.model(args.model)
+    result = start_result("gemm", device, argv)
+    with guarded(result, out_path(args.out, "gemm", device)):
+        result["ceilings"] = ceilings(device, 37_810, model.hidden)
+        for kind in args.kinds.split(","):
+            for layer in args.layers.split(","):
+                n, k = model.gemms()[layer]
+                for m in map(int, args.rows.split(",")):
+                    m = -(-m // 16) * 16 if kind == "nvfp4" else m  # kitchen pads the rows of NVFP4 activations to 16
+                    problem = Problem(kind, m, n, k)
+                    data = [operands(kind, m, n, k, device, seed) for seed in (0, 1)]
+                    try:
+                        outcome = search(problem, data, stock_call(kind), args.seconds)
+                    except RuntimeError as error:  # stock itself cannot run this kind on this GPU
+                        result["rows"].append({"layer": layer, "problem": str(problem), "reason": f"stock: {error}"})
+                        log(layer, problem, "stock:", str(error).splitlines()[0])
+                        continue
+                    tflops = 2 * m * n * k / 1e9
+                    row = {"layer": layer, **outcome.as_dict(), "candidates": [
+                        {"config": c.config.as_dict(), "origin": c.origin, "verdict": c.verdict, "ms": c.ms,
+                         "TFLOPs": tflops / c.ms if c.ms else None} for c in outcome.candidates]}
+                    result["rows"].append(row)
+                    log(f"{layer:8} {problem}: {row['exact']} exact, {row['differs']} differ of {row['tried']}; stock", outcome.stock_ms,
+                        "best", outcome.best_ms, "->", outcome.reason)
+                    del data
+    return 0
