@@ -77,7 +77,7 @@ DEV uint4 load_stream(const void* p) {
   return r;
 }
 DEV void store_stream(void* p, uint4 v) {
-  asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};" :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+  asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};" :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
 DEV void store_plain(void* p, uint4 v) { *(uint4*)p = v; }
 

@@ -7,8 +7,8 @@ computes in fp32 with the product fused into the sum (one fp32 rounding) and rou
 
 import torch
 
-from . import segments
-from .dispatch import Op
+from . import nvrtc, rules, segments
+from .dispatch import Op, Planned
 
 
 def reference(x: torch.Tensor, other: torch.Tensor, gate: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -24,6 +24,36 @@ def check(x, other, gate, rows) -> None:
 
 
 OP = Op("gate", reference, ("x", "other", "gate", "rows"), check)
+
+
+TOKENS_PER_BLOCK = 16
+
+
+def _plan_cuda(x, other, gate, rows):
+    tokens, width = x.shape
+    if not tokens:
+        return lambda x, other, gate, rows: x
+    threads = rules.column_threads(width // 8)
+    kernel = nvrtc.kernel("gate", "PPPPqqqii", x.get_device(), N=width, THREADS=threads, TABLE_F32=gate.dtype == torch.float32)
+    grid = -(-width // (8 * threads)) * -(-tokens // TOKENS_PER_BLOCK)
+    strides = x.stride(0), other.stride(0), gate.stride(0), tokens, TOKENS_PER_BLOCK
+
+    def launch(x, other, gate, rows):
+        kernel.launch(grid, threads, x.data_ptr(), other.data_ptr(), gate.data_ptr(), rows.data_ptr(), *strides)
+        return x
+
+    return launch
+
+
+def _run_triton(x, other, gate, rows):
+    from .triton_ops import gate as kernels
+
+    return kernels.gate(x, other, gate, rows)
+
+
+_DTYPES = {"x": rules.BF16, "other": rules.BF16, "gate": rules.TABLE}
+OP.add_backend("cuda", Planned(_plan_cuda), rules.cuda(_DTYPES, rules.width("x"), rules.vector_rows("x", "other", "gate")))
+OP.add_backend("triton", _run_triton, rules.triton(_DTYPES, rules.dense("x", "other", "gate")))
 
 
 def gate(x: torch.Tensor, other: torch.Tensor, gate: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ the gated residual after its rounding to bf16, and so does this op. comfy-kitche
 import torch
 
 from . import gate as gate_op
-from . import norm_modulate, segments
-from .dispatch import Op
+from . import norm_modulate, rules, segments
+from .dispatch import Op, Planned
 
 
 def reference(
@@ -27,6 +27,40 @@ def check(x, other, gate, weight, shift, scale, rows, eps) -> None:
 
 
 OP = Op("gate_norm_modulate", reference, ("x", "other", "gate", "weight", "shift", "scale", "rows", "eps"), check)
+
+
+
+def _plan_cuda(x, other, gate, weight, shift, scale, rows, eps):
+    tokens, width = x.shape
+    compiled = norm_modulate.kernel(width, True, shift.dtype, x.get_device())
+    strides = x.stride(0), other.stride(0), gate.stride(0), scale.stride(0), shift.stride(0), eps
+
+    def launch(x, other, gate, weight, shift, scale, rows, eps):
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if tokens:
+            compiled.launch(
+                tokens, 64, x.data_ptr(), other.data_ptr(), gate.data_ptr(), weight.data_ptr(), scale.data_ptr(), shift.data_ptr(),
+                out.data_ptr(), rows.data_ptr(), *strides,
+            )
+        return out
+
+    return launch
+
+
+OP.add_backend(
+    "cuda",
+    Planned(_plan_cuda),
+    rules.cuda(
+        {
+            "x": rules.BF16, "other": rules.BF16, "weight": rules.BF16,
+            "gate": rules.TABLE, "shift": rules.TABLE, "scale": rules.TABLE,
+        },
+        rules.TORCH_RMS_NORM,
+        rules.width("x", rules.MAX_NORM_WIDTH),
+        rules.one_table_dtype("gate", "shift", "scale"),
+        rules.vector_rows("x", "other", "weight", "gate", "shift", "scale"),
+    ),
+)
 
 
 def gate_norm_modulate(

@@ -7,8 +7,8 @@ row per batch item and rounds once at the end, so neither its shape nor its byte
 
 import torch
 
-from . import segments
-from .dispatch import Op
+from . import nvrtc, rules, segments
+from .dispatch import Op, Planned
 
 
 def reference(h: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -23,6 +23,42 @@ def check(h, shift, scale, rows) -> None:
 
 
 OP = Op("modulate", reference, ("h", "shift", "scale", "rows"), check)
+
+
+TOKENS_PER_BLOCK = 16
+
+
+def _plan_cuda(h, shift, scale, rows):
+    tokens, width = h.shape
+    if not tokens:
+        return lambda h, shift, scale, rows: h
+    threads = rules.column_threads(width // 8)
+    kernel = nvrtc.kernel(
+        "modulate", "PPPPqqqii", h.get_device(), N=width, THREADS=threads, TABLE_F32=shift.dtype == torch.float32
+    )
+    grid = -(-width // (8 * threads)) * -(-tokens // TOKENS_PER_BLOCK)
+    strides = h.stride(0), scale.stride(0), shift.stride(0), tokens, TOKENS_PER_BLOCK
+
+    def launch(h, shift, scale, rows):
+        kernel.launch(grid, threads, h.data_ptr(), scale.data_ptr(), shift.data_ptr(), rows.data_ptr(), *strides)
+        return h
+
+    return launch
+
+
+def _run_triton(h, shift, scale, rows):
+    from .triton_ops import modulate as kernels
+
+    return kernels.modulate(h, shift, scale, rows)
+
+
+_DTYPES = {"h": rules.BF16, "shift": rules.TABLE, "scale": rules.TABLE}
+OP.add_backend(
+    "cuda",
+    Planned(_plan_cuda),
+    rules.cuda(_DTYPES, rules.width("h"), rules.one_table_dtype("shift", "scale"), rules.vector_rows("h", "shift", "scale")),
+)
+OP.add_backend("triton", _run_triton, rules.triton(_DTYPES, rules.dense("h", "shift", "scale")))
 
 
 def modulate(h: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -18,16 +18,17 @@ from pathlib import Path
 import torch
 
 from . import cache
+from .dispatch import BackendUnavailable
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 _LAUNCH_PARAM_BUFFER_POINTER, _LAUNCH_PARAM_BUFFER_SIZE, _LAUNCH_PARAM_END = 1, 2, 0
 
 
-class NvrtcUnavailable(RuntimeError):
+class NvrtcUnavailable(BackendUnavailable):
     """NVRTC or the CUDA driver cannot be used here; the message says what was looked for."""
 
 
-class CompileError(RuntimeError):
+class CompileError(BackendUnavailable):
     """NVRTC rejected a source; the message carries its log."""
 
 
@@ -83,6 +84,10 @@ def load_driver(load=ctypes.CDLL, platform: str = sys.platform):
     driver.cuLaunchKernel.argtypes = [pointer, *[unsigned] * 7, pointer, pointer, pointer]
     driver.cuLibraryLoadData.argtypes = [pointer, pointer, pointer, pointer, unsigned, pointer, pointer, unsigned]
     driver.cuLibraryGetKernel.argtypes = [pointer, pointer, ctypes.c_char_p]
+    driver.cuKernelGetFunction.argtypes = [pointer, pointer]
+    driver.cuCtxGetCurrent.argtypes = [pointer]
+    driver.cuCtxSetCurrent.argtypes = [pointer]
+    driver.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
     driver.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
     return driver
 
@@ -131,6 +136,30 @@ def _check_nvrtc(code: int, what: str) -> None:
         raise NvrtcUnavailable(f"{what} failed with NVRTC error {code}")
 
 
+def _check_driver(code: int, what: str) -> None:
+    if code:
+        name = ctypes.c_char_p()
+        _libraries()[1].cuGetErrorName(code, ctypes.byref(name))
+        raise RuntimeError(f"CUDA driver: {(name.value or b'error').decode()} ({code}) in {what}")
+
+
+@functools.cache
+def _primary_context(index: int):
+    """The context torch uses on device ``index``. Retained once and for the life of the process, as torch itself does."""
+    context = ctypes.c_void_p()
+    _check_driver(_libraries()[1].cuDevicePrimaryCtxRetain(ctypes.byref(context), index), f"cuDevicePrimaryCtxRetain({index})")
+    return context
+
+
+def _bind_context(index: int) -> None:
+    """Give this thread a current context: a new thread has none until the CUDA runtime is used in it, and a driver launch is not that."""
+    driver = _libraries()[1]
+    current = ctypes.c_void_p()
+    _check_driver(driver.cuCtxGetCurrent(ctypes.byref(current)), "cuCtxGetCurrent")
+    if not current.value:
+        _check_driver(driver.cuCtxSetCurrent(_primary_context(index)), "cuCtxSetCurrent")
+
+
 def compile_source(text: str, arch: str, options: tuple[str, ...] = ()) -> bytes:
     """The cubin of a CUDA C++ source for ``arch`` (``sm_90``), from the disk cache when it is there."""
     key = cache.digest(text, arch, *options, nvrtc_version()) + ".cubin"
@@ -146,7 +175,7 @@ def compile_source(text: str, arch: str, options: tuple[str, ...] = ()) -> bytes
             nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
             text_log = ctypes.create_string_buffer(size.value)
             nvrtc.nvrtcGetProgramLog(program, text_log)
-            raise CompileError(text_log.value.decode(errors="replace").strip())
+            raise CompileError(f"NVRTC {'.'.join(map(str, nvrtc_version()))} for {arch}: {text_log.value.decode(errors='replace').strip()}")
         _check_nvrtc(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
         buffer = ctypes.create_string_buffer(size.value)
         _check_nvrtc(nvrtc.nvrtcGetCUBIN(program, buffer), "nvrtcGetCUBIN")
@@ -171,7 +200,8 @@ class Kernel:
         parameters: ``struct`` format of the parameter list in native alignment (``P`` pointer, ``q`` int64, ``i`` int32, ``f`` float).
         device: where it runs. ``options``: NVRTC flags.
 
-    The cubin is not tied to a context; launches go to the device's current stream and allocate nothing, so they may be captured.
+    The cubin is not tied to a context; launches go to the device's current stream and allocate nothing, so they may be
+    captured. Make a Kernel outside of graph capture.
     """
 
     def __init__(self, text: str, entry: str, parameters: str, device: torch.device, options: tuple[str, ...] = ()):
@@ -179,21 +209,20 @@ class Kernel:
         self.entry = entry
         self.index = device.index if device.index is not None else torch.cuda.current_device()
         self._cubin = compile_source(text, architecture(device), options)
-        library, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self._check(driver.cuLibraryLoadData(ctypes.byref(library), self._cubin, None, None, 0, None, None, 0))
-        self._check(driver.cuLibraryGetKernel(ctypes.byref(function), library, entry.encode()))
-        self._function = function.value
+        library, kernel, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        with torch.cuda.device(self.index):
+            _bind_context(self.index)
+            _check_driver(driver.cuLibraryLoadData(ctypes.byref(library), self._cubin, None, None, 0, None, None, 0), entry)
+            _check_driver(driver.cuLibraryGetKernel(ctypes.byref(kernel), library, entry.encode()), entry)
+            # loads the code now: lazily it would happen at the first launch, which may be under graph capture
+            _check_driver(driver.cuKernelGetFunction(ctypes.byref(function), kernel), entry)
+        self._kernel = kernel.value
         self._launch = driver.cuLaunchKernel
         self._layout = struct.Struct("@" + parameters)
         self._local = threading.local()  # one parameter buffer per thread: two threads may launch at once
 
-    def _check(self, code: int) -> None:
-        if code:
-            name = ctypes.c_char_p()
-            _libraries()[1].cuGetErrorName(code, ctypes.byref(name))
-            raise RuntimeError(f"CUDA driver: {(name.value or b'error').decode()} ({code}) in kernel {self.entry}")
-
     def _buffer(self):
+        _bind_context(self.index)
         local = self._local
         local.parameters = ctypes.create_string_buffer(self._layout.size)
         local.size = ctypes.c_size_t(self._layout.size)
@@ -205,13 +234,23 @@ class Kernel:
 
     def launch(self, grid: int, block: int, *values, shared: int = 0) -> None:
         """Launch ``grid`` blocks of ``block`` threads on the device's current stream."""
-        local = self._local if hasattr(self._local, "address") else self._buffer()
+        local = self._local
+        if not hasattr(local, "address"):
+            self._buffer()
         self._layout.pack_into(local.parameters, 0, *values)
-        stream = torch._C._cuda_getCurrentRawStream(self.index)
-        if torch.cuda.current_device() == self.index:
-            code = self._launch(self._function, grid, 1, 1, block, 1, 1, shared, stream, None, local.address)
+        index = self.index
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        if torch._C._cuda_getDevice() == index:
+            code = self._launch(self._kernel, grid, 1, 1, block, 1, 1, shared, stream, None, local.address)
         else:
-            with torch.cuda.device(self.index):
-                code = self._launch(self._function, grid, 1, 1, block, 1, 1, shared, stream, None, local.address)
+            with torch.cuda.device(index):
+                code = self._launch(self._kernel, grid, 1, 1, block, 1, 1, shared, stream, None, local.address)
         if code:
-            self._check(code)
+            _check_driver(code, f"kernel {self.entry}")
+
+
+@functools.cache
+def kernel(name: str, parameters: str, index: int, options: tuple[str, ...] = (), **defines: int) -> Kernel:
+    """``csrc/<name>.cu`` with ``defines`` in front, its entry point of the same name, on CUDA device ``index``; once per process."""
+    prelude = "".join(f"#define {key} {int(value)}\n" for key, value in sorted(defines.items()))
+    return Kernel(prelude + source(name), name, parameters, torch.device("cuda", index), options)

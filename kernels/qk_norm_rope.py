@@ -9,7 +9,8 @@ import functools
 
 import torch
 
-from .dispatch import Op
+from . import nvrtc, rules
+from .dispatch import Op, Planned, Rule
 
 
 @functools.cache
@@ -43,6 +44,53 @@ def check(q, k, freqs, q_weight, k_weight, eps) -> None:
 
 
 OP = Op("qk_norm_rope", reference, ("q", "k", "freqs", "q_weight", "k_weight", "eps"), check)
+
+
+HEAD_WIDTH, ROTATED = 128, 96  # what the CUDA source is written for; MiniMax H3's
+
+
+def _kitchen_runs_cuda(arguments) -> bool:
+    kwargs = {
+        "q": arguments["q"].unsqueeze(0), "k": arguments["k"].unsqueeze(0), "freqs_cis": arguments["freqs"],
+        "q_scale": arguments["q_weight"], "k_scale": arguments["k_weight"], "epsilon": arguments["eps"], "rot_dim": ROTATED,
+    }
+    try:
+        return _kitchen().registry.get_capable_backend("rms_rope_split_half_", kwargs) == "cuda"
+    except ImportError:  # then the reference cannot run either, and says so
+        return False
+
+
+def _plan_cuda(q, k, freqs, q_weight, k_weight, eps):
+    tokens, heads, _ = q.shape
+    if not tokens or not heads:
+        return lambda q, k, freqs, q_weight, k_weight, eps: (q, k)
+    kernel = nvrtc.kernel("qk_norm_rope", "PPPPPqqf", q.get_device(), ("--ftz=true",), HEADS=heads)
+    strides = q.stride(0), k.stride(0), eps
+
+    def launch(q, k, freqs, q_weight, k_weight, eps):
+        kernel.launch(
+            2 * tokens, 32, q.data_ptr(), k.data_ptr(), freqs.data_ptr(), q_weight.data_ptr(), k_weight.data_ptr(), *strides
+        )
+        return q, k
+
+    return launch
+
+
+OP.add_backend(
+    "cuda",
+    Planned(_plan_cuda),
+    rules.cuda(
+        {name: rules.BF16 for name in ("q", "k", "freqs", "q_weight", "k_weight")},
+        Rule(f"heads of {HEAD_WIDTH} channels of which {ROTATED} rotate",
+             lambda a: a["q"].shape[2] == HEAD_WIDTH and a["freqs"].shape[3] * 2 == ROTATED),
+        Rule(f"heads packed {HEAD_WIDTH} elements apart", lambda a: all(
+            a[name].shape[1] == 1 or a[name].stride(1) == HEAD_WIDTH for name in ("q", "k"))),
+        Rule("one contiguous, 16-byte aligned rotation table for one batch item",
+             lambda a: a["freqs"].is_contiguous() and a["freqs"].shape[0] == a["freqs"].shape[2] == 1 and a["freqs"].data_ptr() % 16 == 0),
+        rules.vector_rows("q", "k", "q_weight", "k_weight"),
+        Rule("comfy-kitchen's CUDA kernel to be what stock runs here: its eager one gives other bytes", _kitchen_runs_cuda),
+    ),
+)
 
 
 def qk_norm_rope(

@@ -6,7 +6,8 @@ comfy-kitchen folds ``swiglu`` into its INT8 quantiser only; for bf16 it has the
 
 import torch
 
-from .dispatch import Op
+from . import nvrtc, rules
+from .dispatch import Op, Planned
 
 
 def reference(gate_up: torch.Tensor) -> torch.Tensor:
@@ -21,6 +22,37 @@ def check(gate_up) -> None:
 
 
 OP = Op("swiglu", reference, ("gate_up",), check)
+
+
+VECTORS_PER_THREAD = 2
+
+
+def _plan_cuda(gate_up):
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    dtype, device = gate_up.dtype, gate_up.device
+    threads = rules.column_threads(-(-width // (8 * VECTORS_PER_THREAD)))
+    kernel = nvrtc.kernel("swiglu", "PPq", gate_up.get_device(), F=width, THREADS=threads, VECTORS=VECTORS_PER_THREAD)
+    grid = tokens * -(-width // (8 * threads * VECTORS_PER_THREAD))
+    stride = gate_up.stride(0)
+
+    def launch(gate_up):
+        out = torch.empty((tokens, width), dtype=dtype, device=device)
+        if grid:
+            kernel.launch(grid, threads, gate_up.data_ptr(), out.data_ptr(), stride)
+        return out
+
+    return launch
+
+
+def _run_triton(gate_up):
+    from .triton_ops import swiglu as kernels
+
+    return kernels.swiglu(gate_up)
+
+
+_DTYPES = {"gate_up": rules.BF16}
+OP.add_backend("cuda", Planned(_plan_cuda), rules.cuda(_DTYPES, rules.halves("gate_up"), rules.vector_rows("gate_up")))
+OP.add_backend("triton", _run_triton, rules.triton(_DTYPES, rules.dense("gate_up")))
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
