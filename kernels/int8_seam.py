@@ -107,7 +107,7 @@ def usable(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         weight: the Linear's weight as the host's cast returned it.
         bias: likewise.
     """
-    return unavailable_reason() or _weight_reason(x, weight, bias) or _call_reason(x, weight._qdata.shape[1])
+    return unavailable_reason() or _weight_reason(x, weight, bias) or call_reason(x, weight._qdata.shape[1])
 
 
 def _weight_reason(x, weight, bias) -> str | None:
@@ -129,7 +129,8 @@ def _weight_reason(x, weight, bias) -> str | None:
     return None if bias is None else "needs a Linear without bias"
 
 
-def _call_reason(x, columns) -> str | None:
+def call_reason(x, columns) -> str | None:
+    """The part of :func:`usable` that needs no cast weight: None, or why ``x`` in front of ``columns`` inputs takes another route."""
     if x.device.type != "cuda":
         return f"needs a cuda tensor, the input is on {x.device.type}"
     if x.dtype != torch.bfloat16:

@@ -1,0 +1,186 @@
+"""H3 Vortex in ComfyUI: :func:`accelerate` returns a clone of a ModelPatcher whose H3 blocks run this pack's ops; :func:`report` says what ran.
+
+Nothing global is touched. The clone gets one DIFFUSION_MODEL wrapper (which hands a runner for each live block to ``patches_replace``, chaining
+any entry already there), one OUTER_SAMPLE wrapper that marks where a run starts and ends, and, only on cores whose compiler cannot be
+paused, one APPLY_MODEL wrapper that runs the call without it. All are kept under one key, so applying twice is applying once.
+"""
+
+import torch
+
+from . import checks, eligibility, ops, verification
+from .core import UnknownCore, compiler_off, probe
+from .ops import Features
+from .report import Session, timed_run
+from .runner import ModelCall
+
+KEY = "h3_vortex"
+ATTENTION = ("stock",)
+
+__all__ = ["Features", "accelerate", "report"]
+
+
+def accelerate(patcher, features: Features | None = None, attention: str = "stock", mode: str = "exact"):
+    """A clone of ``patcher`` whose MiniMax H3 blocks run this pack's ops: the same bytes as stock.
+
+    Args:
+        patcher: ComfyUI ModelPatcher of a MiniMax H3 model, from any loader, with or without LoRAs; not changed.
+        features: which fusions may run; default all of them (class E0).
+        attention: ``stock`` keeps the attention that ComfyUI selected, by flag, node or checkpoint.
+        mode: a word for the report.
+
+    Returns:
+        The clone. On a core this pack does not know it runs unpatched and its report says why.
+
+    Raises:
+        ValueError: ``attention`` is not one of :data:`ATTENTION`; ``patcher`` holds another model than MiniMax H3.
+    """
+    if attention not in ATTENTION:
+        raise ValueError(f"attention must be one of {', '.join(ATTENTION)}, got {attention!r}")
+    clone = patcher.clone()
+    session = Session(mode, attention)
+    clone.set_attachments(KEY, session)
+    try:
+        core = probe()
+    except UnknownCore as error:
+        session.step_aside(str(error))
+        return clone
+    model = clone.model.diffusion_model
+    if not core.is_h3(model):
+        raise ValueError(f"H3 Vortex accelerates MiniMax H3 models, got a {type(model).__name__}: connect an H3 diffusion model")
+    session.core = core.version()
+    for kind in (core.wrappers.DIFFUSION_MODEL, core.wrappers.OUTER_SAMPLE, core.wrappers.APPLY_MODEL):
+        clone.remove_wrappers_with_key(kind, KEY)
+    clone.add_wrapper_with_key(core.wrappers.DIFFUSION_MODEL, KEY, _model_wrapper(core, session, features or Features()))
+    clone.add_wrapper_with_key(core.wrappers.OUTER_SAMPLE, KEY, _run_wrapper(session))
+    if core.compiler.opt_out is not None:
+        session.warn_once(f"H3 Vortex: sampling without the comfy compiler, because {core.compiler.opt_out}")
+        clone.add_wrapper_with_key(core.wrappers.APPLY_MODEL, KEY, _compiler_wrapper(core))
+    return clone
+
+
+def session_of(patcher) -> Session | None:
+    """The session of an accelerated patcher or of a later clone of one; None for any other."""
+    return patcher.get_attachment(KEY)
+
+
+def report(patcher) -> dict:
+    """What an accelerated patcher did so far (JSON-ready): fused calls per op and backend, stock calls per op and reason, verdicts, attention.
+
+    Raises:
+        ValueError: ``patcher`` was not made by :func:`accelerate`.
+    """
+    session = session_of(patcher)
+    if session is None:
+        raise ValueError("this model was not accelerated by H3 Vortex: pass what accelerate() returned, or a clone of it")
+    return session.report()
+
+
+def _run_wrapper(session):
+    def run(executor, *args, **kwargs):
+        with timed_run(session):
+            return executor(*args, **kwargs)
+
+    return run
+
+
+def _compiler_wrapper(core):
+    def run(executor, *args, **kwargs):
+        with compiler_off(core.arguments):
+            return executor(*args, **kwargs)
+
+    return run
+
+
+def _model_wrapper(core, session, features):
+    def run(executor, x, timestep, context, transformer_options={}, *args, **kwargs):  # noqa: B006  (the signature of what is wrapped)
+        model = executor.class_obj
+        reason = _model_problem(core, session, features, model, x, context)
+        if reason is not None:
+            session.step_aside(reason)
+            return executor(x, timestep, context, transformer_options, *args, **kwargs)
+        session.stepped_aside = None
+        session.device = verification.device_name(x[0].device)
+        call = ModelCall(core, session, features, _row_buffer(x, args, kwargs))
+        options = transformer_options.copy()
+        options["patches_replace"] = replaced = dict(options.get("patches_replace", {}))
+        replaced["dit"] = _block_replacements(call, model.blocks, replaced.get("dit", {}))
+        try:
+            return executor(x, timestep, context, options, *args, **kwargs)
+        finally:
+            call.release()
+            session.finish_call(call.calls, call.rows_seen)
+
+    return run
+
+
+def _block_replacements(call, blocks, present) -> dict:
+    """``present`` with a runner for every block; an entry already there is called first and reaches the runner as its original block."""
+    entries = dict(present)
+    for index, block in enumerate(blocks):
+        entries["double_block", index] = _replacement(call, block, entries.get(("double_block", index)))
+    return entries
+
+
+def _replacement(call, block, previous):
+    if previous is None:
+        return lambda args, extra: call.block(block, args, extra["original_block"])
+
+    def chained(args, extra):
+        stock = extra["original_block"]
+        return previous(args, {**extra, "original_block": lambda inner: call.block(block, inner, stock)})
+
+    return chained
+
+
+def _row_buffer(x, args, kwargs) -> torch.Tensor | None:
+    """Scratch for the row map, allocated here so that no block owns it. The core builds the packed layout before sampling and passes it on."""
+    payload = kwargs.get("minimax_payload") or (args[0] if args and isinstance(args[0], dict) else {})
+    length = getattr(payload.get("layout"), "seq_len", None)
+    return None if length is None else torch.empty(length, dtype=torch.int32, device=x[0].device)
+
+
+def _model_problem(core, session, features, model, x, context) -> str | None:
+    """Why this whole model call runs stock, or None. Verifies a block of every kind the model has, before its first use."""
+    if torch.compiler.is_compiling():
+        return "H3 Vortex: the model is being compiled by torch.compile, so it runs unpatched"
+    if not core.is_h3(model):
+        return f"H3 Vortex: the model is a {type(model).__name__}, so it runs unpatched"
+    if core.in_training:
+        return "H3 Vortex: training runs unpatched"
+    device = x[0].device
+    if not features.allow_eager:
+        missing = ops.any_backend(device)
+        if missing:
+            return f"H3 Vortex: no accelerated kernel for {device.type} here, so stock runs ({missing})"
+    for case, block in _kinds(core, model, features, context.dtype, device).items():
+        file = verification.environment(device, core.digest)
+        verdict = verification.known(case, file)
+        if verdict is None:
+            verdict = _verify_block(core, session, features, model, block, case, file, context.dtype, device)
+        if not verdict.equal:
+            return f"H3 Vortex: a whole block does not give stock's bytes, so the model runs unpatched: {verdict.note}"
+    return None
+
+
+def _verify_block(core, session, features, model, block, case, file, dtype, device):
+    def run_block(args):
+        call = ModelCall(core, session, features, None)
+        return call.block(block, args, lambda inner: {"img": block(**_forward_arguments(inner))})
+
+    with core.pause():
+        return verification.settle(case, file, lambda: checks.block(core, model, block, run_block, dtype, device))
+
+
+def _forward_arguments(args) -> dict:
+    return {"x": args["img"], **{key: args[key] for key in ("t_emb", "mod_segments", "rope_freqs", "transformer_options")}}
+
+
+def _kinds(core, model, features, dtype, device) -> dict:
+    """One block for every kind that the model holds, under the case by which its verdict is known."""
+    kinds = {}
+    head = f"block {verification.device_name(device)} {dtype} {features}"
+    for block in model.blocks:
+        if eligibility.foreign(block, core.model.__name__) is not None:
+            continue  # runs as its owner wants
+        kinds.setdefault(f"{head} {eligibility.kind(block)}", block)
+    return kinds

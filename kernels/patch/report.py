@@ -1,0 +1,136 @@
+"""What ran, what did not and why: per accelerated model, per run, and for the whole process (``GET /h3_vortex/status``).
+
+Holds numbers and words only, never a tensor. Counts are collected per model call and merged when the call ends.
+"""
+
+import logging
+import threading
+import time
+import weakref
+from collections import Counter
+from pathlib import Path
+
+from . import verification
+
+log = logging.getLogger("h3_vortex")
+_sessions: "weakref.WeakSet[Session]" = weakref.WeakSet()
+_process = {"warm": False, "runs": 0, "complete_runs": 0, "last_run": None}
+
+
+def pack_version() -> str:
+    """The version that pyproject.toml states."""
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    return next(line.split('"')[1] for line in text.splitlines() if line.startswith("version"))
+
+
+class Calls:
+    """Counts of one model call, or of many: fused calls per (op, backend), stock calls per (op, reason)."""
+
+    def __init__(self):
+        self.fused: Counter = Counter()
+        self.stock: Counter = Counter()
+
+    def merge(self, other: "Calls") -> None:
+        self.fused.update(other.fused)
+        self.stock.update(other.stock)
+
+    def table(self) -> dict:
+        """``{op: {"fused": {backend: calls}, "stock": {reason: calls}}}``, ops in alphabetical order."""
+        rows: dict = {}
+        for kind, counts in (("fused", self.fused), ("stock", self.stock)):
+            for (op, detail), calls in sorted(counts.items()):
+                rows.setdefault(op, {"fused": {}, "stock": {}})[kind][detail] = calls
+        return dict(sorted(rows.items()))
+
+
+class Session:
+    """The state of one accelerated model: its features and what its calls did. Shared by later clones of the same patcher."""
+
+    def __init__(self, mode: str, attention: str):
+        self.mode = mode
+        self.attention_choice = attention
+        self.lock = threading.Lock()
+        self.total, self.run = Calls(), Calls()
+        self.calls = self.run_calls = self.rows = 0
+        self.attention: dict = {}
+        self.stepped_aside: str | None = None
+        self.device: str | None = None
+        self.core: str | None = None
+        self._warned: set[str] = set()
+        _sessions.add(self)
+
+    def start_run(self) -> None:
+        with self.lock:
+            self.run, self.run_calls = Calls(), 0
+
+    def finish_call(self, calls: Calls, rows: int) -> None:
+        with self.lock:
+            self.run.merge(calls)
+            self.total.merge(calls)
+            self.calls += 1
+            self.run_calls += 1
+            self.rows = rows
+
+    def step_aside(self, reason: str) -> None:
+        """The whole model runs stock for this reason; said once."""
+        self.stepped_aside = reason
+        self.warn_once(reason)
+
+    def warn_once(self, text: str) -> None:
+        with self.lock:
+            if text in self._warned:
+                return
+            self._warned.add(text)
+        log.warning("%s", text)
+
+    def finish_run(self, seconds: float, complete: bool) -> dict:
+        """Log one line about the run that just ended and keep it for the status route."""
+        summary = {
+            "complete": complete, "model_calls": self.run_calls, "packed_rows": self.rows, "seconds": round(seconds, 3),
+            "attention": dict(self.attention), "ops": self.run.table(), "stepped_aside": self.stepped_aside}
+        _process["runs"] += 1
+        _process["complete_runs"] += complete
+        _process["last_run"] = summary
+        fused, stock = sum(self.run.fused.values()), sum(self.run.stock.values())
+        note = f"; {self.stepped_aside}" if self.stepped_aside else ""
+        log.info(
+            "H3 Vortex: %s run, %d model calls of %d rows in %.2f s: %d fused calls, %d stock calls, attention %s (%s)%s",
+            "complete" if complete else "interrupted", self.run_calls, self.rows, seconds, fused, stock,
+            self.attention.get("backend", "not reached"), self.attention.get("class", "-"), note)
+        return summary
+
+    def report(self) -> dict:
+        """JSON-ready state; see :func:`.comfyui.report`."""
+        with self.lock:
+            return {
+                "mode": self.mode, "pack": pack_version(), "core": self.core, "device": self.device, "stepped_aside": self.stepped_aside,
+                "attention": {"choice": self.attention_choice, **self.attention}, "model_calls": self.calls, "packed_rows": self.rows,
+                "ops": self.total.table(), "last_run_ops": self.run.table(), "verification": verification.summary()}
+
+
+class timed_run:
+    """Context of one sampling run: resets the run's counts, and reports them at its end, interrupted or not."""
+
+    def __init__(self, session: Session):
+        self.session = session
+
+    def __enter__(self):
+        self.session.start_run()
+        self.start = time.perf_counter()
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.session.finish_run(time.perf_counter() - self.start, kind is None)
+        return False
+
+
+def mark_warm() -> None:
+    """H3 Warmup finished: kernels are compiled and verified for its model and shape."""
+    _process["warm"] = True
+
+
+def status() -> dict:
+    """What ``GET /h3_vortex/status`` answers. ``ready``: a warm-up or a complete run has happened in this process. No paths, no prompts."""
+    return {
+        "pack": pack_version(), "ready": _process["warm"] or _process["complete_runs"] > 0, **_process,
+        "models": [session.report() for session in list(_sessions)], "verification": verification.summary()}

@@ -1,0 +1,284 @@
+"""One block of ComfyUI's H3 model, in stock's own sequence, with the ops of this pack where they may run.
+
+Rules the code keeps (cores from 0.34 record GPU allocations per block; a rule broken there kills the process):
+
+* the stream ``args["img"]`` is mutated in place and that very object is returned;
+* every tensor made in a block dies in that block; what a model call needs throughout is made in the wrapper and dropped there;
+* whether a piece is fused is decided from the call's arguments before the piece starts; nothing falls back from inside an ``except``.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from .. import segments
+from . import checks, eligibility, ops, verification
+from .core import BLOCK_ARGUMENTS, VIEW_SAFE
+from .report import Calls, Session
+
+STOCK_V_COPY = "attention_v_view"
+
+
+class ModelCall:
+    """What the blocks of one model call share: features, counts and the row map. Made and released by the wrapper.
+
+    Args:
+        core: :class:`.core.Core`.
+        session: where counts and verdicts are reported.
+        features: :class:`.ops.Features`.
+        row_buffer: int32 scratch for the row map, allocated by the wrapper, or None when the sequence length is not known yet.
+    """
+
+    def __init__(self, core, session: Session, features: ops.Features, row_buffer: torch.Tensor | None):
+        self.core, self.session, self.features = core, session, features
+        self.calls = Calls()
+        self.rows_seen = 0
+        self._row_buffer = row_buffer
+        self._row_map = self._segments = None
+
+    def release(self) -> None:
+        """Drop what the wrapper allocated, whoever still holds this object."""
+        self._row_buffer = self._row_map = self._segments = None
+
+    # -- one block -----------------------------------------------------------------------------------------------------------------
+
+    def block(self, block, args: dict, original) -> dict:
+        """Run ``block`` on replace-``args``; ``original`` is the stock call with the same arguments."""
+        reason = self._whole_block_problem(block, args)
+        if reason is not None:
+            self.calls.stock["block", reason] += 1
+            return original(args)
+        x = args["img"]
+        self.rows_seen = x.shape[0]
+        runs = args["mod_segments"]
+        rows = self._rows(runs, x)
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = block.adaln_proj(args["t_emb"])
+
+        attn, mlp = block.attn, block.mlp
+        attention = args.get("attention")
+        if attention is not None:
+            elsewhere = "another node supplies the attention"
+        else:
+            elsewhere = eligibility.foreign(attn, self.core.model.__name__)
+        takes = eligibility.Input() if elsewhere else self._takes(attn.qkv_proj, x)
+        h = self._norm_modulate(block.norm1, x, None, None, shift_msa, scale_msa, runs, rows, takes)
+        if elsewhere:
+            self.calls.stock["attention", elsewhere] += 1
+            self.session.attention = {"backend": "not this pack's", "chosen_by": elsewhere, "class": "as without this pack"}
+            other = (attention or attn)(h, rope_freqs=args["rope_freqs"], transformer_options=args["transformer_options"])
+            del h
+        else:
+            box = [self._linear(attn.qkv_proj, h, x)]
+            del h
+            heads = self._attention(attn, box, args)
+            other = self._out_proj(attn.out_proj, heads)
+            del heads
+
+        elsewhere = eligibility.foreign(mlp, self.core.model.__name__)
+        takes = eligibility.Input() if elsewhere else self._takes(mlp.fc1, x)
+        h = self._norm_modulate(block.norm2, x, gate_msa, other, shift_mlp, scale_mlp, runs, rows, takes)
+        del other
+        if elsewhere:
+            self.calls.stock["mlp", elsewhere] += 1
+            other = mlp(h)
+        else:
+            box = [self._linear(mlp.fc1, h, x)]
+            del h
+            other = self._fc2(mlp.fc2, box)
+        self._gate(x, other, gate_mlp, runs, rows)
+        return {"img": x}
+
+    def _whole_block_problem(self, block, args) -> str | None:
+        core = self.core
+        unknown = sorted(set(args) - BLOCK_ARGUMENTS)
+        if unknown:
+            return f"unknown block argument {unknown[0]!r}"
+        if core.in_training or args["img"].requires_grad:
+            return "training"
+        x = args["img"]
+        if x.dim() != 2 or x.stride(-1) != 1 or args["rope_freqs"] is None:
+            return f"unexpected packed stream {list(x.shape)}"
+        return eligibility.foreign(block, core.model.__name__)
+
+    def _rows(self, runs, x) -> torch.Tensor:
+        """The row map of this model call, written once into the wrapper's scratch."""
+        if runs is self._segments:
+            return self._row_map
+        if self._segments is not None:  # another pack gave this block its own segments: a map of its own, which dies with the block
+            return segments.row_map(runs, x.shape[0], x.device)
+        if self._row_buffer is None or self._row_buffer.shape[0] != x.shape[0]:
+            with self.core.pause():  # kept until the wrapper ends, so not one of this block's allocations
+                self._row_map = segments.row_map(runs, x.shape[0], x.device)
+        else:
+            per_token = any(isinstance(row, torch.Tensor) for _, _, row in runs)
+            self._row_map = self._row_buffer.copy_(segments.row_map(runs, x.shape[0], x.device if per_token else "cpu"))
+        self._segments = runs
+        return self._row_map
+
+    # -- choosing an op ---------------------------------------------------------------------------------------------------------------
+
+    def _try(self, name: str, *args):
+        """Result of op ``name``, verified; None (no op returns that) with the reason counted when stock must run instead."""
+        args = ops.complete(name, args)
+        backend, reason = ops.backend(name, self.features, args)
+        if reason is None:
+            verdict = self._verdict(ops.case(name, args, args[0].device), args[0].device, lambda: checks.compare(self.core, name, args))
+            if not verdict.equal:
+                backend, reason = None, f"bytes not those of stock: {verdict.note}"
+        if reason is not None:
+            self.calls.stock[name, reason] += 1
+            return None
+        self.calls.fused[name, backend] += 1
+        return ops.run(name, *args)
+
+    def _verdict(self, case, device, compare) -> verification.Verdict:
+        file = verification.environment(device, self.core.digest)
+        verdict = verification.known(case, file)
+        if verdict is None:
+            with self.core.pause():
+                verdict = verification.settle(case, file, compare)
+        return verdict
+
+    def _takes(self, linear, x) -> eligibility.Input:
+        takes = eligibility.linear_input(linear, x, self.core.ops.__name__)
+        if takes.form == "nvfp4":
+            takes = replace(takes, scale=self.core.input_scale(linear, x))
+        elif takes.form == "int8":
+            reason = ops.int8_gemm_problem(x, linear.weight.shape[1])
+            if reason is not None:
+                takes = eligibility.Input(layout=takes.layout, reason=reason)
+        if takes.reason is not None:
+            self.calls.stock[f"quantised input ({takes.layout})", takes.reason] += 1
+        return takes
+
+    # -- pieces -----------------------------------------------------------------------------------------------------------------------
+
+    def _norm_modulate(self, norm, x, gate, other, shift, scale, runs, rows, takes):
+        """Gated residual (when ``gate`` is given), norm and modulation of ``x`` in the form the next Linear takes."""
+        problem = eligibility.norm_problem(norm, x, self.core.ops.__name__)
+        if problem is None:
+            with self.core.norm_weight(norm, x) as weight:
+                if gate is not None:
+                    h = self._modulated("gate_norm_modulate", takes, (x, other, gate, weight, shift, scale, rows, norm.eps), x)
+                    if h is not None:
+                        return h
+                    self._gate(x, other, gate, runs, rows)
+                h = self._modulated("norm_modulate", takes, (x, weight, shift, scale, rows, norm.eps), x)
+                if h is not None:
+                    return h
+        else:
+            self.calls.stock["norm_modulate", problem] += 1
+            if gate is not None:
+                self._gate(x, other, gate, runs, rows)
+        h = norm(x)
+        if takes.form == "nvfp4":
+            triple = self._try("modulate_nvfp4", h, shift, scale, rows, takes.scale)
+            if triple is not None:
+                return self._nvfp4(triple, h)
+        if self._try("modulate", h, shift, scale, rows) is None:
+            h = self.core.model._mod_scale_shift(h, shift, scale, runs)
+        return h
+
+    def _modulated(self, stem, takes, args, x):
+        """``stem`` or its quantising form; None when neither may run."""
+        if takes.form == "nvfp4":
+            triple = self._try(f"{stem}_nvfp4", *args, takes.scale)
+            if triple is not None:
+                return self._nvfp4(triple, x)
+        elif takes.form == "int8":
+            pair = self._try(f"{stem}_int8", *args)
+            if pair is not None:
+                return pair
+        return self._try(stem, *args)
+
+    def _nvfp4(self, triple, like):
+        return ops.as_quantized(triple, like.dtype, tuple(like.shape))
+
+    def _gate(self, x, other, gate, runs, rows) -> None:
+        if self._try("gate", x, other, gate, rows) is None:
+            self.core.model._mod_gate(x, gate, other, runs)
+
+    def _linear(self, linear, h, like):
+        """``linear(h)``; an INT8 pair goes to kitchen's GEMM with the weight that the layer's own forward would use."""
+        if not isinstance(h, tuple):
+            return linear(h)
+        with self.core.int8_weight(linear, like) as (qdata, scale):
+            return ops.int8_gemm(h, qdata, scale, like.dtype)
+
+    def _attention(self, attn, box, args) -> torch.Tensor:
+        """Attention of the fused projection in ``box`` (emptied: nobody else keeps it alive). Returns ``[S, heads * D]``."""
+        qkv = box.pop()
+        count = qkv.shape[0]
+        q, k, v = (t.view(count, attn.heads, attn.head_dim) for t in qkv.split(attn.heads * attn.head_dim, dim=-1))
+        del qkv
+        q_weight, k_weight = self.core.head_weights(attn, q.device)
+        if self._try("qk_norm_rope", q, k, args["rope_freqs"], q_weight, k_weight, attn.q_norm.eps) is None:
+            rope = args["rope_freqs"]
+            self.core.kitchen.rms_rope_split_half_(
+                q[None], k[None], rope, q_weight, k_weight, epsilon=attn.q_norm.eps, rot_dim=rope.shape[-3] * 2)
+        options = args["transformer_options"]
+        self.session.attention = self._describe_attention(attn, options)
+        if self.core.clones_v and not self._v_may_be_a_view(attn, v, options):
+            v = v.clone()
+        heads = [q, k, v]
+        del q, k, v
+        return self.core.attend(attn, heads, options)
+
+    def _describe_attention(self, attn, options) -> dict:
+        name, source = self.core.attention_function(attn, options)
+        return {"backend": name, "chosen_by": source, "class": "E0"}
+
+    def _v_may_be_a_view(self, attn, v, options) -> bool:
+        name, source = self.core.attention_function(attn, options)
+        reason = None
+        if not self.features.v_view:
+            reason = "switched off"
+        elif v.device.type != "cuda" or name not in VIEW_SAFE:
+            reason = f"{name} on {v.device.type} is not known to give the same bytes for a view"
+        else:
+            case = f"{STOCK_V_COPY} {name} {verification.device_name(v.device)} {v.dtype} heads:{attn.heads}x{attn.head_dim}"
+            count = min(v.shape[0], verification.TIMED_ROWS)
+            device, dtype = v.device, v.dtype
+            verdict = self._verdict(
+                case, device, lambda: checks.attention_v(self.core, attn, options, dtype, device, count))
+            reason = None if verdict.equal else verdict.note
+        if reason is None:
+            self.calls.fused[STOCK_V_COPY, name] += 1
+        else:
+            self.calls.stock[STOCK_V_COPY, reason] += 1
+        return reason is None
+
+    def _out_proj(self, linear, heads):
+        takes = self._takes(linear, heads)
+        if takes.form == "nvfp4":
+            triple = self._try("nvfp4_quantize", heads, takes.scale)
+            if triple is not None:
+                return linear(self._nvfp4(triple, heads))
+        elif takes.form == "int8":
+            pair = self._try("quantize_rotate_int8", heads)
+            if pair is not None:
+                return self._linear(linear, pair, heads)
+        return linear(heads)
+
+    def _fc2(self, linear, box):
+        """SwiGLU and FC2 of the ``[gate | up]`` in ``box`` (emptied). Stock folds the activation into kitchen's quantiser for INT8 only."""
+        gate_up = box.pop()
+        half = gate_up[:, : gate_up.shape[1] // 2]
+        takes = self._takes(linear, half)
+        if takes.form == "nvfp4":
+            triple = self._try("swiglu_nvfp4", gate_up, takes.scale)
+            if triple is not None:
+                h = self._nvfp4(triple, half)
+                del gate_up, half
+                return linear(h)
+        elif takes.form == "int8":
+            pair = self._try("swiglu_int8", gate_up)
+            if pair is not None:
+                return self._linear(linear, pair, half)
+        if getattr(linear.weight, "_layout_cls", None) == eligibility.INT8:
+            return self.core.ops.linear_input_act(linear, gate_up, "swiglu")
+        h = self._try("swiglu", gate_up)
+        if h is None:
+            return self.core.ops.linear_input_act(linear, gate_up, "swiglu")
+        del gate_up, half
+        return linear(h)
