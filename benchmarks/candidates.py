@@ -6,9 +6,14 @@ def stock(patcher, options):
 
 
 def exact(patcher, options):
-    """H3 Accelerate on a clone of ``patcher``, with the node's own defaults unless ``options`` says otherwise."""
-    from ..kernels.patch.comfyui import accelerate
+    """H3 Accelerate on a clone of ``patcher``, with the node's own defaults unless ``options`` says otherwise.
 
+    ``options``: keywords of ``accelerate``; ``features`` may be a dict of switches, ``{"rope": false}``.
+    """
+    from ..kernels.patch.comfyui import Features, accelerate
+
+    if isinstance(options.get("features"), dict):
+        options = {**options, "features": Features(**options["features"])}
     return accelerate(patcher, **options)
 
 
@@ -33,3 +38,25 @@ def make(name, patcher, options=None):
 def report(name, patcher):
     """The candidate's own account of what ran, or None when it gives none."""
     return REPORTS[name](patcher) if name in REPORTS else None
+
+
+def dispatch(account):
+    """``{"fused": calls, "stock": calls, "why_stock": {"op: reason": calls}}`` of a report, or None without one.
+
+    Equal bytes prove nothing when stock ran everywhere, so every row says how much of it did not.
+    """
+    if account is None:
+        return None
+    calls = {"fused": 0, "stock": 0, "why_stock": {}}
+    for op, table in account.get("ops", {}).items():
+        calls["fused"] += sum(table["fused"].values())
+        calls["stock"] += sum(table["stock"].values())
+        calls["why_stock"] |= {f"{op}: {reason}": count for reason, count in table["stock"].items()}
+    if account.get("stepped_aside"):
+        calls["why_stock"]["everything"] = account["stepped_aside"]
+    return calls
+
+
+def stood_by(row):
+    """Whether a measured row of a candidate that keeps an account did nothing: all of it was stock."""
+    return row.get("dispatch") is not None and row["dispatch"]["fused"] == 0

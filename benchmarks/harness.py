@@ -151,20 +151,18 @@ def differing(a, b):
 
 
 # ----------------------------------------------------------------------------------------------------------- ceilings
-def ceilings(device, rows, hidden):
-    """Copy bandwidth and matmul rate of this machine, now: what the other figures of a run are held against.
+def _rate(work, call, device, reps=10):
+    """``work`` per second of the median call, in units of 1e12."""
+    return work / statistics.median(repeat(call, device, reps)) / 1e9
 
-    Returns TB/s (read plus written) of a 4 GiB copy and of copies between ``[rows, hidden]`` BF16 tensors, TB/s of a
-    three-operand add, and TFLOP/s of an 8192^3 BF16 matrix product on random data. A CPU gets small stand-ins.
-    """
-    cuda = torch.device(device).type == "cuda"
-    length, side = (1 << 32, 8192) if cuda else (1 << 22, 256)
-    result = {"copy_bytes": length, "matmul_side": side, "rows": rows, "hidden": hidden}
+
+def _copy_rate(length, device):
     source = torch.empty(length, dtype=torch.uint8, device=device).random_(0, 255)
     target = torch.empty_like(source)
-    result["copy_TBs"] = 2 * length / statistics.median(repeat(lambda: target.copy_(source), device)) / 1e9
-    del source, target
+    return _rate(2 * length, lambda: target.copy_(source), device)
 
+
+def _row_rates(rows, hidden, device):
     # Several buffers, so that a small shape is read from memory and not from the cache.
     inputs = [torch.randn(rows, hidden, device=device, dtype=torch.bfloat16) for _ in range(4)]
     outputs = [torch.empty_like(tensor) for tensor in inputs]
@@ -179,12 +177,32 @@ def ceilings(device, rows, hidden):
         torch.add(inputs[at % 4], inputs[(at + 1) % 4], out=outputs[at % 4])
 
     size = rows * hidden * 2
-    result["copy_rows_TBs"] = 2 * size / statistics.median(repeat(copy, device, 20)) / 1e9
-    result["add_rows_TBs"] = 3 * size / statistics.median(repeat(add, device, 20)) / 1e9
-    del inputs, outputs
+    return _rate(2 * size, copy, device, 20), _rate(3 * size, add, device, 20)
+
+
+def _matmul_rate(side, device):
     a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-    result["matmul_bf16_TFLOPs"] = 2 * side**3 / statistics.median(repeat(lambda: torch.mm(a, b), device)) / 1e9
-    return result
+    return _rate(2 * side**3, lambda: torch.mm(a, b), device)
+
+
+def ceilings(device, rows, hidden):
+    """Copy bandwidth and matmul rate of this machine, now: what the other figures of a run are held against.
+
+    Returns TB/s (read plus written) of a 4 GiB copy and of copies between ``[rows, hidden]`` BF16 tensors, TB/s of a
+    three-operand add, and TFLOP/s of an 8192^3 BF16 matrix product on random data. A CPU gets small stand-ins.
+    """
+    length, side = (1 << 32, 8192) if torch.device(device).type == "cuda" else (1 << 22, 256)
+    copy_rows, add_rows = _row_rates(rows, hidden, device)
+    return {
+        "copy_bytes": length,
+        "copy_TBs": _copy_rate(length, device),
+        "rows": rows,
+        "hidden": hidden,
+        "copy_rows_TBs": copy_rows,
+        "add_rows_TBs": add_rows,
+        "matmul_side": side,
+        "matmul_bf16_TFLOPs": _matmul_rate(side, device),
+    }
 
 
 # -------------------------------------------------------------------------------------------------------- environment

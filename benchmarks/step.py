@@ -54,7 +54,7 @@ def arguments(argv):
     parser.add_argument("--warmup", type=int, default=1, help="untimed calls before the rounds; the first is reported")
     parser.add_argument("--deadline", type=float, help="skip what would not finish within this many seconds from start")
     parser.add_argument("--plan", action="store_true", help="print what would run and the estimated time, and stop")
-    parser.add_argument("--keep-going", action="store_true", help="exit 0 although bytes differ")
+    parser.add_argument("--keep-going", action="store_true", help="exit 0 although bytes differ or nothing was fused")
     chosen = parser.parse_args(argv)
     if chosen.reps < 1 or chosen.warmup < 1:
         parser.error("--reps and --warmup must be at least 1 (the first call of a process is never a measurement)")
@@ -135,6 +135,7 @@ def measure_configuration(comfy, patcher, inputs, attention, chosen, device):
             row["speedup"] = {"of_medians": statistics.median(s.ms for s in stock) / row["ms"]["median"],
                               "per_round": harness.summary(ratios)}  # fmt: skip
         row["report"] = candidates.report(name, patchers[name])
+        row["dispatch"] = candidates.dispatch(row["report"])
         row["errors"] = errors.messages
     return list(rows.values())
 
@@ -186,9 +187,12 @@ def run(chosen, argv):
                 harness.log("  " + describe(entry))
             harness.write_result(result, path)
     wrong = [row for row in result["rows"] if row.get("equal_to_stock") is False]
-    for row in wrong:
-        print(f"BYTES DIFFER FROM STOCK: {row['weights']} {row['shape']} {row['attention']} {row['candidate']}")
-    return 1 if wrong and not chosen.keep_going else 0
+    # On a CPU nothing can be fused; on a GPU a candidate that fused nothing was not measured.
+    idle = [row for row in result["rows"] if device.type == "cuda" and candidates.stood_by(row)]
+    for text, rows in (("BYTES DIFFER FROM STOCK", wrong), ("NOTHING WAS FUSED", idle)):
+        for row in rows:
+            print(f"{text}: {row['weights']} {row['shape']} {row['attention']} {row['candidate']}")
+    return 1 if (wrong or idle) and not chosen.keep_going else 0
 
 
 def describe(row):
@@ -198,6 +202,7 @@ def describe(row):
         f"{row['candidate']}: {row['ms']['median']:.1f} ms ({row['ms']['min']:.1f}-{row['ms']['max']:.1f}){speed}, "
         f"peak +{row['peak_bytes'] / 1e9:.2f} GB on {row['resident_bytes'] / 1e9:.2f}, "
         f"equal to stock {row['equal_to_stock']}, repeatable {row['repeatable']}, {row['sha256'][:12]}"
+        + (f", {row['dispatch']}" if row["dispatch"] else "")
     )
 
 

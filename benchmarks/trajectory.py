@@ -165,8 +165,12 @@ def run(chosen, argv):
                 entry, passed = getattr(gates, gate)()
             entry |= {"gate": gate, "passed": passed, "errors": errors.messages}
             entry["report"] = candidates.report(chosen.candidate, gates.reporting)
+            entry["dispatch"] = candidates.dispatch(entry["report"])
+            if device.type == "cuda" and candidates.stood_by(entry):
+                # Stock against stock is no evidence.
+                entry["passed"] = passed = False
             result["rows"].append({**row, **entry})
-            harness.log(f"gate {gate}: {'passed' if passed else 'FAILED'}", entry["detail"])
+            harness.log(f"gate {gate}: {'passed' if passed else 'FAILED'}", entry["detail"], entry["dispatch"])
             if gate in ("short", "full"):
                 for side in ("stock", "ours"):
                     harness.log(f"  {side}: {entry[side]['seconds']} s, video {entry[side]['video_sha256'][:16]}, "

@@ -1,0 +1,276 @@
+"""Device time of one transformer block by group, stock and candidate, from torch's profiler.
+
+A forward of a few full-width blocks is profiled. One block's worth of work is what is launched between the QKV products of two
+neighbouring blocks: that stays true when a candidate fuses across the border of two blocks. Kernels are sorted into groups by
+the torch operator that launched them, its argument shapes and the kernel's name; nothing in the model is wrapped or replaced.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from . import _comfy, candidates, full_size, harness, shapes
+from .step import add_common, words
+
+# A product's own name may speak of the quantised types it takes or gives back.
+MULTIPLIES = re.compile(r"gemm|cutlass|nvjet|xmma|dequant", re.I)
+QUANTISES = re.compile(r"quant|rotate|hadamard|absmax|convrot", re.I)
+ATTENDS = re.compile(r"attn|attention|fmha|flash_fwd|sdpa|scaled_dot_product", re.I)
+# Operators of this pack and the group their kernels count into.
+OURS = {
+    "modulate": "modulation",
+    "gate": "gate",
+    "norm_modulate": "norm + modulation",
+    "gate_norm_modulate": "gate + norm + modulation",
+    "qk_norm_rope": "rope",
+    "swiglu": "activation",
+    "quantize_rotate_int8": "quantise",
+    "swiglu_int8": "activation + quantise",
+    "norm_modulate_int8": "norm + modulation + quantise",
+    "gate_norm_modulate_int8": "gate + norm + modulation + quantise",
+}
+
+
+@dataclass
+class Operator:
+    """A torch operator on the CPU side of the trace. dims: shapes of its arguments."""
+
+    name: str
+    start: float
+    end: float
+    thread: object
+    dims: list = field(default_factory=list)
+
+
+@dataclass
+class Kernel:
+    """One kernel, copy or fill. us: device time. at, thread: when and where it was launched."""
+
+    name: str
+    us: float
+    at: float
+    thread: object
+
+
+def gemm_of(operator, model):
+    """Which of the block's Linears an operator is, from its arguments' shapes; None when it is none of them.
+
+    It must get the weight and an activation of the matching width (twice that for a Linear that takes [gate | up] and
+    activates it itself): a cast or a copy of the weight is no product.
+    """
+    for name, (out, into) in model.gemms().items():
+        weight = [[out, into], [into, out]]
+        others = [shape for shape in operator.dims if len(shape) >= 2 and shape not in weight]
+        if any(shape in weight for shape in operator.dims) and any(shape[-1] in (into, 2 * into) for shape in others):
+            return name
+    return None
+
+
+def classify(chain, kernel, model):
+    """Group of a kernel. chain: the operators around its launch, outermost first (empty for a bare launch, as Triton's)."""
+    names = [operator.name for operator in chain]
+    for name in reversed(names):
+        if name.startswith("h3_vortex::") and name.split("::")[1] in OURS:
+            return OURS[name.split("::")[1]]
+    gemm = next((gemm for gemm in (gemm_of(operator, model) for operator in chain) if gemm), None)
+    if gemm:
+        if MULTIPLIES.search(kernel) or not QUANTISES.search(kernel):
+            return f"{gemm} GEMM"
+        # fc2's quantiser takes [gate | up] when the activation rides along.
+        folded = gemm == "fc2" and any(shape and shape[-1] == 2 * model.ffn for op in chain for shape in op.dims)
+        return "activation + quantise" if folded else "quantise"
+    text = " ".join(names)
+    if "rope" in text or "rope" in kernel:
+        return "rope"
+    if ATTENDS.search(text) or ATTENDS.search(kernel) or "quant_per_block" in kernel:
+        return "attention: quantise" if QUANTISES.search(kernel) else "attention"
+    if "rms_norm" in text or "rms_norm" in kernel.lower():
+        return "norm"
+    if not chain and (MULTIPLIES.search(kernel) or QUANTISES.search(kernel)):
+        # comfy-kitchen's INT8 Linear launches without a torch operator; ComfyUI calls it like that for fc2 alone.
+        return "fc2 GEMM" if MULTIPLIES.search(kernel) else "activation + quantise"
+    widths = {shape[-1] for operator in chain for shape in operator.dims if shape}
+    tall = max((shape[0] for operator in chain for shape in operator.dims if len(shape) == 2), default=0)
+    if 6 * 3 * model.hidden in widths or any([6 * 3 * model.hidden, model.curve[1]] in op.dims for op in chain):
+        return "adaln"
+    if "aten::addcmul_" in names:
+        return "gate"
+    if ("aten::mul_" in names or "aten::add_" in names) and model.hidden in widths and tall > 1:
+        return "modulation"
+    if "aten::silu" in names or (names and names[0] in ("aten::mul", "aten::mul_") and model.ffn in widths):
+        return "activation"
+    if any(name in ("aten::clone", "aten::contiguous", "aten::reshape") for name in names):
+        return "copies"
+    return "other"
+
+
+def read_trace(events, device_type):
+    """(operators, kernels) of a chrome trace's ``traceEvents``. On a CPU the outermost operators stand in for kernels."""
+    operators, launches, device = [], {}, []
+    for event in events:
+        category, extra = event.get("cat"), event.get("args", {})
+        if category == "cpu_op":
+            # An argument that is a list of tensors has a list of shapes; it names no weight, so it is left out.
+            dims = [shape for shape in extra.get("Input Dims", []) if all(isinstance(size, int) for size in shape)]
+            start = float(event["ts"])
+            operators.append(Operator(event["name"], start, start + float(event["dur"]), event["tid"], dims))
+        elif category in ("cuda_runtime", "cuda_driver") and "correlation" in extra:
+            launches[extra["correlation"]] = (float(event["ts"]), event["tid"])
+        elif category in ("kernel", "gpu_memcpy", "gpu_memset"):
+            device.append(event)
+    operators.sort(key=lambda operator: (operator.start, -operator.end))
+    if device_type != "cuda":
+        return operators, [Kernel(op.name, op.end - op.start, op.start, op.thread) for op in outermost(operators)]
+    kernels, orphans = [], 0
+    for event in device:
+        launch = launches.get(event.get("args", {}).get("correlation"))
+        if launch is None:
+            orphans += 1
+        else:
+            kernels.append(Kernel(event["name"], float(event["dur"]), *launch))
+    if orphans > 0.02 * len(device):
+        raise RuntimeError(f"{orphans} of {len(device)} kernels have no launch in the trace: the groups would be wrong")
+    return operators, sorted(kernels, key=lambda kernel: kernel.at)
+
+
+def outermost(operators):
+    """The operators that no other operator of their thread encloses. ``operators`` must be sorted by start."""
+    ends, found = {}, []
+    for operator in operators:
+        if operator.start >= ends.get(operator.thread, float("-inf")):
+            found.append(operator)
+            ends[operator.thread] = operator.end
+    return found
+
+
+def markers(operators, model):
+    """Start times of the QKV products, in order: where one block's worth of work begins and the next one ends."""
+    qkv = [operator for operator in operators if gemm_of(operator, model) == "qkv"]
+    return [operator.start for operator in outermost(qkv)]
+
+
+def blocks_of(operators, kernels, model):
+    """[[(group, kernel)]]: one list per block's worth of work."""
+    starts = markers(operators, model)
+    windows = []
+    for begin, end in zip(starts, starts[1:], strict=False):
+        inside = [operator for operator in operators if operator.start < end and operator.end > begin]
+        window = []
+        for kernel in kernels:
+            if begin <= kernel.at < end:
+                chain = [
+                    op for op in inside if op.thread == kernel.thread and op.start <= kernel.at <= op.end
+                ]
+                window.append((classify(chain, kernel.name, model), kernel))
+        windows.append(window)
+    return windows
+
+
+def tabulate(windows):
+    """({group: ms}, [{group, name, ms, launches}]), medians over the windows, the largest first."""
+    if not windows:
+        raise RuntimeError("no two neighbouring QKV products in the trace: the model needs at least two blocks")
+    groups, kernels = {}, {}
+    for index, window in enumerate(windows):
+        for group, kernel in window:
+            groups.setdefault(group, [0.0] * len(windows))[index] += kernel.us / 1e3
+            times, counts = kernels.setdefault((group, kernel.name), ([0.0] * len(windows), [0] * len(windows)))
+            times[index] += kernel.us / 1e3
+            counts[index] += 1
+    table = [
+        {"group": group, "name": name[:200], "ms": round(statistics.median(times), 5),
+         "launches": statistics.median(counts)}
+        for (group, name), (times, counts) in kernels.items()
+    ]  # fmt: skip
+    medians = {group: round(statistics.median(times), 5) for group, times in groups.items()}
+    ordered = dict(sorted(medians.items(), key=lambda item: -item[1]))
+    return ordered, sorted(table, key=lambda row: -row["ms"])
+
+
+def profile(comfy, patcher, inputs, attention, model, device, rounds):
+    """({group: ms}, kernel table) of one block of ``patcher``, from ``rounds`` profiled forwards."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    windows = []
+    with full_size.session(comfy, patcher, inputs, attention) as step, tempfile.TemporaryDirectory() as folder:
+        step()
+        harness.synchronize(device)
+        for index in range(rounds):
+            with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+                step()
+                harness.synchronize(device)
+            trace = Path(folder) / f"{index}.json"
+            profiler.export_chrome_trace(str(trace))
+            events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+            # The first window still holds what follows the first block's start-up; with two blocks it is all there is.
+            found = blocks_of(*read_trace(events, device.type), model)
+            windows += found[1:] or found
+    return tabulate(windows)
+
+
+def arguments(argv):
+    parser = argparse.ArgumentParser(prog="python benchmarks block", description=__doc__)
+    add_common(parser)
+    parser.set_defaults(blocks=4)
+    parser.add_argument("--weights", type=words, default=["bf16"], help="bf16,int8 (default: bf16)")
+    parser.add_argument("--attention", type=words, default=["fa2"], help=f"{','.join(full_size.ATTENTIONS)}")
+    parser.add_argument("--shape", default="canonical", help=f"{','.join(shapes.JOBS)} or WxHxFRAMES")
+    parser.add_argument("--candidates", type=words, default=["stock", "exact"])
+    parser.add_argument("--rounds", type=int, default=3, help="profiled forwards (default: 3)")
+    parser.add_argument("--kernels", type=int, default=60, help="kernels kept per row of the result (default: 60)")
+    chosen = parser.parse_args(argv)
+    if chosen.blocks < 2:
+        parser.error("--blocks must be at least 2: a block's worth of work is read between two QKV products")
+    return chosen
+
+
+def run(chosen, argv):
+    device = harness.pick_device(chosen.device)
+    model, job = shapes.model(chosen.model).with_blocks(chosen.blocks), shapes.job(chosen.shape)
+    comfy = _comfy.load(device, chosen.comfyui)
+    harness.log(f"ComfyUI {comfy.version} imported; device {device}")
+    result = harness.start_result("block", device, argv, comfy.version)
+    path = harness.out_path(chosen.out, "block", device)
+    with harness.guarded(result, path), torch.inference_mode(), harness.PowerLog(device, result):
+        result["ceilings"] = harness.ceilings(device, job.rows, model.hidden)
+        _comfy.first_sdpa_call(comfy, device)
+        for weights in chosen.weights:
+            patcher = full_size.build(comfy, model, weights, device, chosen.seed)
+            inputs = full_size.make_inputs(comfy, patcher, job, device)
+            harness.log(f"built {model.blocks} blocks of {model.name} in {weights}, {job.rows} rows")
+            for attention in chosen.attention:
+                row = {"model": model.name, "blocks": model.blocks, "weights": weights, "shape": job.name,
+                       "rows": job.rows, "attention": attention}  # fmt: skip
+                missing = full_size.attention_missing(comfy, attention, device)
+                if missing:
+                    harness.log("skipped:", weights, attention, missing)
+                    result["rows"].append({**row, "candidate": None, "skipped": missing})
+                    continue
+                row["attention_function"] = full_size.attention_name(comfy, attention, device)
+                base = full_size.with_attention(comfy, patcher, attention)
+                for name in chosen.candidates:
+                    candidate = candidates.make(name, base, dict(chosen.option))
+                    with _comfy.ErrorLog() as errors:
+                        groups, kernels = profile(comfy, candidate, inputs, attention, model, device, chosen.rounds)
+                    total, account = sum(groups.values()), candidates.report(name, candidate)
+                    result["rows"].append({
+                        **row, "candidate": name, "groups_ms": groups, "sum_ms": round(total, 5),
+                        "kernels": kernels[: chosen.kernels], "profiled_rounds": chosen.rounds,
+                        "report": account, "dispatch": candidates.dispatch(account), "errors": errors.messages,
+                    })  # fmt: skip
+                    harness.log(f"{weights} {attention} {name}: {total:.3f} ms a block",
+                                {group: round(ms, 3) for group, ms in groups.items()})  # fmt: skip
+            patcher = base = candidate = inputs = None
+            full_size.release()
+    return 0
+
+
+def main(argv):
+    return run(arguments(argv), argv)
