@@ -86,7 +86,7 @@ def defines(columns: int, gated: bool) -> str:
 @functools.cache
 def _kernel(device: torch.device, columns: int, gated: bool) -> nvrtc.Kernel:
     text = defines(columns, gated) + nvrtc.source("norm_modulate_int8")
-    return nvrtc.Kernel(text, "norm_modulate_int8", "PPPPPPPPPqqqqqif", device)
+    return nvrtc.Kernel(text, "norm_modulate_int8", "PPPPPPPPPqqqqqf", device)
 
 
 def _launch(x, other, gate, weight, shift, scale, rows, eps):
@@ -99,8 +99,7 @@ def _launch(x, other, gate, weight, shift, scale, rows, eps):
         _kernel(x.device, x.shape[1], gated).launch(
             x.shape[0], 64, x.data_ptr(), other.data_ptr() if gated else 0, gate.data_ptr() if gated else 0, weight.data_ptr(),
             shift.data_ptr(), scale.data_ptr(), rows.data_ptr(), q.data_ptr(), row_scale.data_ptr(),
-            x.stride(0), other.stride(0) if gated else 0, gate.stride(0) if gated else 0, shift.stride(0), scale.stride(0),
-            x.shape[0], eps)
+            x.stride(0), other.stride(0) if gated else 0, gate.stride(0) if gated else 0, shift.stride(0), scale.stride(0), eps)
     return q, row_scale
 
 

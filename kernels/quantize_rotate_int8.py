@@ -122,13 +122,13 @@ def warps_per_row(columns: int) -> int:
 def defines(columns: int) -> str:
     """The lines in front of ``csrc/quantize_rotate_int8.cu``."""
     warps = warps_per_row(columns)
-    return f"#define K {columns}\n#define WARPS {warps}\n#define MIN_BLOCKS {max(1, 16 // warps)}\n#define MULS 1\n"
+    return f"#define K {columns}\n#define WARPS {warps}\n#define MIN_BLOCKS {16 // warps}\n#define MULS 1\n"
 
 
 @functools.cache
 def _kernel(device: torch.device, columns: int) -> nvrtc.Kernel:
     text = defines(columns) + nvrtc.source("quantize_rotate_int8")
-    return nvrtc.Kernel(text, "quantize_rotate_int8", "PPPqi", device)
+    return nvrtc.Kernel(text, "quantize_rotate_int8", "PPPq", device)
 
 
 def _run_cuda(x):
@@ -137,7 +137,7 @@ def _run_cuda(x):
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     if rows:
         threads = 32 * warps_per_row(columns)
-        _kernel(x.device, columns).launch(rows, threads, x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0), rows)
+        _kernel(x.device, columns).launch(rows, threads, x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0))
     return q, scale
 
 

@@ -72,13 +72,13 @@ def warps_per_row(columns: int) -> int:
 def defines(columns: int) -> str:
     """The lines in front of ``csrc/swiglu_int8.cu``."""
     warps = warps_per_row(columns)
-    return f"#define K {columns}\n#define WARPS {warps}\n#define MIN_BLOCKS {max(1, 28 // warps)}\n#define MULS 1\n"
+    return f"#define K {columns}\n#define WARPS {warps}\n#define MIN_BLOCKS {min(16, 28 // warps)}\n#define MULS 1\n"
 
 
 @functools.cache
 def _kernel(device: torch.device, columns: int) -> nvrtc.Kernel:
     text = defines(columns) + nvrtc.source("swiglu_int8")
-    return nvrtc.Kernel(text, "swiglu_int8", "PPPqi", device, ("--use_fast_math",))
+    return nvrtc.Kernel(text, "swiglu_int8", "PPPq", device, ("--use_fast_math",))
 
 
 def _run_cuda(gate_up):
@@ -88,7 +88,7 @@ def _run_cuda(gate_up):
     if rows:
         threads = 32 * warps_per_row(columns)
         _kernel(gate_up.device, columns).launch(
-            rows, threads, gate_up.data_ptr(), q.data_ptr(), scale.data_ptr(), gate_up.stride(0), rows)
+            rows, threads, gate_up.data_ptr(), q.data_ptr(), scale.data_ptr(), gate_up.stride(0))
     return q, scale
 
 
