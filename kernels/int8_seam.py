@@ -9,7 +9,10 @@ How a host runs one of its Linears here, decided per Linear and per call:
 * The weight comes from the host's own cast (ComfyUI: ``cast_bias_weight(linear, x, offloadable=True, compute_dtype=x.dtype,
   want_requant=True)``, given back with ``uncast_bias_weight``), so LoRA, offload and prefetch stay the host's. A weight that arrives
   dequantised (a weight function) takes the stock call.
-* :func:`usable` is asked with the *unquantised* input that stock would give this Linear. A reason means: the stock call.
+* :func:`unavailable_reason` and :func:`call_reason` are asked, the latter with the *unquantised* input that stock would give this
+  Linear. A reason means: the stock call.
+* The weight must be an untransposed ``TensorWiseINT8Layout`` rotated in groups of 256, and the Linear without bias (kitchen 0.2.31 reads
+  it as fp32, newer ones in the output dtype; H3 has none).
 * The pair: QKV takes ``norm_modulate_int8`` (first block) or ``gate_norm_modulate_int8``, FC1 ``gate_norm_modulate_int8``
   (:mod:`.norm_modulate_int8`); attention's out_proj :func:`.quantize_rotate_int8.quantize_rotate_int8`; FC2
   :func:`.swiglu_int8.swiglu_int8` on FC1's output. Then ``linear(pair, weight._qdata, weight._params.scale)``.
@@ -99,38 +102,13 @@ def unavailable_reason() -> str | None:
     return None if backend == "cuda" else f"needs comfy-kitchen's cuda backend for int8_linear, {backend} is chosen (cuda is disabled)"
 
 
-def usable(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
+def call_reason(x: torch.Tensor, columns: int) -> str | None:
     """None when stock would rotate, quantise and multiply this call in the way that the pack's INT8 ops reproduce, else the reason.
 
     Args:
         x: the input stock would give the Linear: ``[..., K]``, or ``[..., 2K]`` for the folded SwiGLU of FC2. Only its properties count.
-        weight: the Linear's weight as the host's cast returned it.
-        bias: likewise.
+        columns: K, the Linear's input width.
     """
-    return unavailable_reason() or _weight_reason(x, weight, bias) or call_reason(x, weight._qdata.shape[1])
-
-
-def _weight_reason(x, weight, bias) -> str | None:
-    if getattr(weight, "_layout_cls", None) != "TensorWiseINT8Layout":
-        return f"needs a weight in TensorWiseINT8Layout, got {getattr(weight, '_layout_cls', weight.dtype)}"
-    params, qdata = weight._params, weight._qdata
-    if not getattr(params, "convrot", False):
-        return "needs a ConvRot weight, this one is not rotated"
-    if params.convrot_groupsize != GROUP:
-        return f"needs ConvRot groups of {GROUP}, got {params.convrot_groupsize}"
-    if getattr(params, "transposed", False):
-        return "needs an untransposed weight"
-    if qdata.dim() != 2 or not qdata.is_contiguous() or qdata.dtype != torch.int8:
-        return "needs a contiguous int8 [N, K] weight"
-    if qdata.device != x.device:
-        return f"needs weight and input on one device, got {qdata.device} and {x.device}"
-    if params.scale.numel() not in (1, qdata.shape[0]):
-        return f"needs one weight scale or {qdata.shape[0]}, got {params.scale.numel()}"
-    return None if bias is None else "needs a Linear without bias"
-
-
-def call_reason(x, columns) -> str | None:
-    """The part of :func:`usable` that needs no cast weight: None, or why ``x`` in front of ``columns`` inputs takes another route."""
     if x.device.type != "cuda":
         return f"needs a cuda tensor, the input is on {x.device.type}"
     if x.dtype != torch.bfloat16:
@@ -194,7 +172,8 @@ def linear(
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
-        SeamUnavailable: the installed kitchen has no such route, or the stream is being captured. :func:`usable` tells beforehand.
+        SeamUnavailable: the installed kitchen has no such route, or the stream is being captured; :func:`unavailable_reason` and
+            :func:`call_reason` tell beforehand.
     """
     if torch.compiler.is_compiling():
         return _registered(pair[0], pair[1], weight, weight_scale, out_dtype)

@@ -23,12 +23,10 @@ Reference and stock agree for any bit pattern of the input, and so does the CUDA
 kitchen does, so that huge values overflow in the same places).
 """
 
-import functools
-
 import torch
 
-from . import int8_seam, nvrtc
-from .dispatch import Constraints, Op, Rule
+from . import int8_seam, nvrtc, rules
+from .dispatch import Op, Planned
 from .int8_seam import GROUP, MAX_COLUMNS
 
 _SMALLEST_NORMAL = 2.0**-126
@@ -68,8 +66,7 @@ def quantize(rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def quantize_rotated_chunks(rows: int, columns: int, device: torch.device, chunk) -> tuple[torch.Tensor, torch.Tensor]:
     """The pair for ``rows`` rows, a stretch at a time; ``chunk(start, stop)`` gives fp32 ``[stop - start, columns]`` before rotation."""
-    q = torch.empty((rows, columns), dtype=torch.int8, device=device)
-    scale = torch.empty((rows, 1), dtype=torch.float32, device=device)
+    q, scale = empty_pair(rows, columns, device)
     for start in range(0, rows, _REFERENCE_ROWS):
         stop = min(start + _REFERENCE_ROWS, rows)
         q[start:stop], scale[start:stop] = quantize(rotate(chunk(start, stop)))
@@ -101,53 +98,32 @@ def check(x) -> None:
 OP = Op("quantize_rotate_int8", reference, ("x",), check)
 
 
-def vector_rows(*names: str) -> tuple[Rule, ...]:
-    """The rule per tensor that 16-byte loads of its rows need."""
-
-    def aligned(name):
-        def holds(arguments):
-            t = arguments[name]
-            return t.stride(-1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0
-
-        return Rule(f"{name} with unit stride in its rows, which start at multiples of 16 bytes", holds)
-
-    return tuple(aligned(name) for name in names)
+def defines(columns: int) -> dict[str, int]:
+    """Switches of ``csrc/quantize_rotate_int8.cu``: a warp holds up to 14 groups of 256 as packed bf16 (56 registers per lane)."""
+    warps = -(-columns // (14 * GROUP))
+    return {"K": columns, "WARPS": warps, "MIN_BLOCKS": 16 // warps, "MULS": 1}
 
 
-def warps_per_row(columns: int) -> int:
-    """A warp holds up to 14 groups of 256 as packed bf16 in registers (56 per lane)."""
-    return -(-columns // (14 * GROUP))
+def empty_pair(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty((rows, columns), dtype=torch.int8, device=device), torch.empty((rows, 1), dtype=torch.float32, device=device)
 
 
-def defines(columns: int) -> str:
-    """The lines in front of ``csrc/quantize_rotate_int8.cu``."""
-    warps = warps_per_row(columns)
-    return f"#define K {columns}\n#define WARPS {warps}\n#define MIN_BLOCKS {16 // warps}\n#define MULS 1\n"
-
-
-@functools.cache
-def _kernel(device: torch.device, columns: int) -> nvrtc.Kernel:
-    text = defines(columns) + nvrtc.source("quantize_rotate_int8")
-    return nvrtc.Kernel(text, "quantize_rotate_int8", "PPPq", device)
-
-
-def _run_cuda(x):
+def _plan_cuda(x):
     rows, columns = x.shape
-    q = torch.empty((rows, columns), dtype=torch.int8, device=x.device)
-    scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    if rows:
-        threads = 32 * warps_per_row(columns)
-        _kernel(x.device, columns).launch(rows, threads, x.data_ptr(), q.data_ptr(), scale.data_ptr(), x.stride(0))
-    return q, scale
+    device, stride, switches = x.device, x.stride(0), defines(columns)
+    kernel = nvrtc.kernel("quantize_rotate_int8", "PPPq", x.get_device(), **switches)
+    threads = 32 * switches["WARPS"]
+
+    def launch(x):
+        q, scale = empty_pair(rows, columns, device)
+        if rows:
+            kernel.launch(rows, threads, x.data_ptr(), q.data_ptr(), scale.data_ptr(), stride)
+        return q, scale
+
+    return launch
 
 
-OP.add_backend("cuda", _run_cuda, Constraints(
-    devices=frozenset({"cuda"}),
-    dtypes={"x": frozenset({torch.bfloat16})},
-    min_capability=(8, 0),
-    available=nvrtc.unavailable_reason,
-    rules=vector_rows("x"),
-))
+OP.add_backend("cuda", Planned(_plan_cuda), rules.cuda({"x": rules.BF16}, rules.vector_rows("x")))
 
 
 def quantize_rotate_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,15 +16,14 @@ both approximations are exact (``gate`` 0, above 18, below -88) its bytes are st
 as kitchen does, and has stock's bytes for any bit pattern.
 """
 
-import functools
-
 import torch
 
-from . import int8_seam, nvrtc
-from .dispatch import Constraints, Op
+from . import int8_seam, nvrtc, rules
+from .dispatch import Op, Planned
 from .int8_seam import GROUP
-from .quantize_rotate_int8 import check_columns, flush, quantize_rotated_chunks, vector_rows
+from .quantize_rotate_int8 import check_columns, empty_pair, flush, quantize_rotated_chunks
 
+COMPILE_OPTIONS = ("--use_fast_math",)  # as kitchen: expf and division become the chip's approximations
 _LOG2_E = 1.4426950216293335  # the fp32 nearest to log2(e); __expf(x) is ex2.approx(x * log2(e))
 _RECIPROCAL_LIMIT = 2.0**126  # div.approx gives 0 for a finite numerator over anything larger
 
@@ -64,41 +63,28 @@ def check(gate_up) -> None:
 OP = Op("swiglu_int8", reference, ("gate_up",), check)
 
 
-def warps_per_row(columns: int) -> int:
-    """A warp holds up to 8 groups of 256 in registers: 32 per lane, beside the next gate and up vectors."""
-    return -(-columns // (8 * GROUP))
+def defines(columns: int) -> dict[str, int]:
+    """Switches of ``csrc/swiglu_int8.cu``: a warp holds up to 8 groups of 256 (32 registers per lane) beside the next gate and up."""
+    warps = -(-columns // (8 * GROUP))
+    return {"K": columns, "WARPS": warps, "MIN_BLOCKS": min(16, 28 // warps), "MULS": 1}
 
 
-def defines(columns: int) -> str:
-    """The lines in front of ``csrc/swiglu_int8.cu``."""
-    warps = warps_per_row(columns)
-    return f"#define K {columns}\n#define WARPS {warps}\n#define MIN_BLOCKS {min(16, 28 // warps)}\n#define MULS 1\n"
-
-
-@functools.cache
-def _kernel(device: torch.device, columns: int) -> nvrtc.Kernel:
-    text = defines(columns) + nvrtc.source("swiglu_int8")
-    return nvrtc.Kernel(text, "swiglu_int8", "PPPq", device, ("--use_fast_math",))
-
-
-def _run_cuda(gate_up):
+def _plan_cuda(gate_up):
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
-    q = torch.empty((rows, columns), dtype=torch.int8, device=gate_up.device)
-    scale = torch.empty((rows, 1), dtype=torch.float32, device=gate_up.device)
-    if rows:
-        threads = 32 * warps_per_row(columns)
-        _kernel(gate_up.device, columns).launch(
-            rows, threads, gate_up.data_ptr(), q.data_ptr(), scale.data_ptr(), gate_up.stride(0))
-    return q, scale
+    device, stride, switches = gate_up.device, gate_up.stride(0), defines(columns)
+    kernel = nvrtc.kernel("swiglu_int8", "PPPq", gate_up.get_device(), COMPILE_OPTIONS, **switches)
+    threads = 32 * switches["WARPS"]
+
+    def launch(gate_up):
+        q, scale = empty_pair(rows, columns, device)
+        if rows:
+            kernel.launch(rows, threads, gate_up.data_ptr(), q.data_ptr(), scale.data_ptr(), stride)
+        return q, scale
+
+    return launch
 
 
-OP.add_backend("cuda", _run_cuda, Constraints(
-    devices=frozenset({"cuda"}),
-    dtypes={"gate_up": frozenset({torch.bfloat16})},
-    min_capability=(8, 0),
-    available=nvrtc.unavailable_reason,
-    rules=vector_rows("gate_up"),
-))
+OP.add_backend("cuda", Planned(_plan_cuda), rules.cuda({"gate_up": rules.BF16}, rules.vector_rows("gate_up")))
 
 
 def swiglu_int8(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
