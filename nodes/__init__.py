@@ -15,9 +15,13 @@ class H3VortexExtension(ComfyExtension):
         if problem:
             log.error(problem)
             return []
+        from . import status
+        from .accelerate import H3VortexAccelerate
         from .conditioning import H3VortexConditioning
         from .decode import H3VortexDecode
         from .denoise import H3VortexDenoise
         from .load import H3VortexLoad
+        from .warmup import H3VortexWarmup
 
-        return [H3VortexLoad, H3VortexConditioning, H3VortexDenoise, H3VortexDecode]
+        status.register()
+        return [H3VortexLoad, H3VortexAccelerate, H3VortexWarmup, H3VortexConditioning, H3VortexDenoise, H3VortexDecode]

@@ -103,10 +103,12 @@ def stock_nvfp4(core, h, tensor_scale) -> list:
     return [q._qdata, q._params.scale, q._params.block_scale]
 
 
-def _int8_linears(core, width, dtype, device):
-    """(GEMM on an INT8 pair, GEMM on plain activations) with one random ConvRot weight ``[INT8_OUT, width]``."""
-    from .. import int8_seam
-
+def _int8_linears(core, name, a):
+    """(GEMM on an INT8 pair, GEMM on plain activations) with one random ConvRot weight ``[INT8_OUT, K]``; (None, None) for other ops."""
+    if not name.endswith("int8"):
+        return None, None
+    x = a.gate_up if name == "swiglu_int8" else a.x
+    width, dtype, device = x.shape[1] // (2 if name == "swiglu_int8" else 1), x.dtype, x.device
     generator = torch.Generator("cpu").manual_seed(width)
     dense = (torch.randn(INT8_OUT, width, generator=generator) * width**-0.5).to(device)
     layout = core.quant.TensorWiseINT8Layout
@@ -117,11 +119,7 @@ def _int8_linears(core, width, dtype, device):
         return core.kitchen.int8_linear(
             x, qdata, params.scale, None, dtype, convrot=True, convrot_groupsize=eligibility.CONVROT_GROUP, **keywords)
 
-    return lambda pair: int8_seam.linear(pair, qdata, params.scale, dtype), plain
-
-
-def _first_row_tensor(a):
-    return next(getattr(a, key) for key in ("x", "h", "gate_up", "q") if hasattr(a, key))
+    return lambda pair: ops.int8_gemm(pair, qdata, params.scale, dtype), plain
 
 
 def compare(core, name: str, args) -> tuple[list, list]:
@@ -135,21 +133,18 @@ def compare(core, name: str, args) -> tuple[list, list]:
 
 def _compare(core, name, args, rows):
     a = sample(name, args, rows)
-    pair_linear = plain_linear = None
-    if name.endswith("int8"):
-        x = _first_row_tensor(a)
-        pair_linear, plain_linear = _int8_linears(core, x.shape[1] // (2 if name == "swiglu_int8" else 1), x.dtype, x.device)
+    pair_linear, plain_linear = _int8_linears(core, name, a)
     stock = _stock(core, name, _copies(name, a), plain_linear)
     return _ours(name, a, pair_linear), stock
 
 
 def time(core, name: str, args, rows: int = verification.TIMED_ROWS, repeats: int = 5) -> tuple[float, float]:
-    """Milliseconds (stock, ours) of one call on ``rows`` rows: medians over CUDA events. INT8 ops are timed with the small GEMM that judges them."""
+    """Milliseconds (stock, ours) of one call on ``rows`` rows: medians over CUDA events.
+
+    INT8 ops are timed together with the small GEMM that judges them.
+    """
     a = sample(name, args, rows)
-    pair_linear = plain_linear = None
-    if name.endswith("int8"):
-        x = _first_row_tensor(a)
-        pair_linear, plain_linear = _int8_linears(core, x.shape[1] // (2 if name == "swiglu_int8" else 1), x.dtype, x.device)
+    pair_linear, plain_linear = _int8_linears(core, name, a)
     theirs, mine = _copies(name, a), _copies(name, a)
     return _median(lambda: _stock(core, name, theirs, plain_linear), repeats), _median(lambda: _ours(name, mine, pair_linear), repeats)
 

@@ -1,14 +1,17 @@
-"""H3 Vortex in ComfyUI: :func:`accelerate` returns a clone of a ModelPatcher whose H3 blocks run this pack's ops; :func:`report` says what ran.
+"""H3 Vortex in ComfyUI: :func:`accelerate` gives a clone of a ModelPatcher whose H3 blocks run the pack's ops, :func:`report` what ran.
 
-Nothing global is touched. The clone gets one DIFFUSION_MODEL wrapper (which hands a runner for each live block to ``patches_replace``, chaining
-any entry already there), one OUTER_SAMPLE wrapper that marks where a run starts and ends, and, only on cores whose compiler cannot be
-paused, one APPLY_MODEL wrapper that runs the call without it. All are kept under one key, so applying twice is applying once.
+Nothing global is touched. The clone gets one DIFFUSION_MODEL wrapper (which hands a runner for each live block to ``patches_replace``,
+chaining any entry already there), one OUTER_SAMPLE wrapper that marks where a run starts and ends, and, only on cores whose compiler
+cannot be paused, one APPLY_MODEL wrapper that runs the call without it. All are kept under one key: applying twice is applying once.
 """
+
+from collections import Counter
+from dataclasses import asdict
 
 import torch
 
 from . import checks, eligibility, ops, verification
-from .core import UnknownCore, compiler_off, probe
+from .core import MODEL, UnknownCore, compiler_off, probe
 from .ops import Features
 from .report import Session, timed_run
 from .runner import ModelCall
@@ -48,6 +51,7 @@ def accelerate(patcher, features: Features | None = None, attention: str = "stoc
     if not core.is_h3(model):
         raise ValueError(f"H3 Vortex accelerates MiniMax H3 models, got a {type(model).__name__}: connect an H3 diffusion model")
     session.core = core.version()
+    session.layers = dict(Counter(eligibility.kind(block) for block in model.blocks if not eligibility.foreign(block, MODEL)))
     for kind in (core.wrappers.DIFFUSION_MODEL, core.wrappers.OUTER_SAMPLE, core.wrappers.APPLY_MODEL):
         clone.remove_wrappers_with_key(kind, KEY)
     clone.add_wrapper_with_key(core.wrappers.DIFFUSION_MODEL, KEY, _model_wrapper(core, session, features or Features()))
@@ -64,7 +68,12 @@ def session_of(patcher) -> Session | None:
 
 
 def report(patcher) -> dict:
-    """What an accelerated patcher did so far (JSON-ready): fused calls per op and backend, stock calls per op and reason, verdicts, attention.
+    """What an accelerated patcher did so far, JSON-ready.
+
+    Returns:
+        ``ops``: per op the fused calls by backend and the stock calls by reason; ``last_run_ops``: the same since the last run started;
+        ``attention``: function, who chose it and its exactness class; ``verification``: every verdict of this process;
+        ``stepped_aside``: why the whole model runs stock, or None; ``layers``: how many blocks of each kind the model has.
 
     Raises:
         ValueError: ``patcher`` was not made by :func:`accelerate`.
@@ -133,7 +142,7 @@ def _replacement(call, block, previous):
 
 
 def _row_buffer(x, args, kwargs) -> torch.Tensor | None:
-    """Scratch for the row map, allocated here so that no block owns it. The core builds the packed layout before sampling and passes it on."""
+    """Scratch for the row map, allocated here so that no block owns it; the core builds the packed layout before sampling."""
     payload = kwargs.get("minimax_payload") or (args[0] if args and isinstance(args[0], dict) else {})
     length = getattr(payload.get("layout"), "seq_len", None)
     return None if length is None else torch.empty(length, dtype=torch.int32, device=x[0].device)
@@ -178,7 +187,8 @@ def _forward_arguments(args) -> dict:
 def _kinds(core, model, features, dtype, device) -> dict:
     """One block for every kind that the model holds, under the case by which its verdict is known."""
     kinds = {}
-    head = f"block {verification.device_name(device)} {dtype} {features}"
+    off = " ".join(f"{name}={value}" for name, value in asdict(features).items() if value != getattr(Features, name))
+    head = f"block {verification.device_name(device)} {str(dtype).removeprefix('torch.')} {off}".rstrip()
     for block in model.blocks:
         if eligibility.foreign(block, core.model.__name__) is not None:
             continue  # runs as its owner wants

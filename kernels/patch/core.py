@@ -60,8 +60,8 @@ def signature_problem(path: str, required: tuple[str, ...], allowed: tuple[str, 
     name = path.split(":")[1]
     try:
         parameters = inspect.signature(resolve(path)).parameters
-    except (ImportError, AttributeError) as error:
-        return f"{name} is missing ({error})"
+    except (ImportError, AttributeError):
+        return f"{name} is missing"
     missing = [p for p in required if p not in parameters]
     named = [p for p, kind in parameters.items() if kind.kind not in (kind.VAR_POSITIONAL, kind.VAR_KEYWORD)]
     extra = [p for p in named if p not in required and p not in allowed]
@@ -76,7 +76,7 @@ def probe() -> "Core":
     try:
         importlib.import_module(MODEL)
     except ImportError as error:
-        raise UnknownCore(f"H3 Vortex: this ComfyUI has no MiniMax H3 model ({error}); version 0.33.0 or newer is needed") from error
+        raise UnknownCore("H3 Vortex: this ComfyUI has no MiniMax H3 model; version 0.33.0 or newer is needed") from error
     problems = [p for p in (signature_problem(path, *lists) for path, lists in SIGNATURES.items()) if p]
     if problems:
         raise UnknownCore(f"H3 Vortex: this ComfyUI's H3 model is unknown to this version, so it runs unpatched: {problems[0]}")

@@ -17,7 +17,8 @@ INT8_MAX_K = 16384  # kitchen's fused quantiser; wider inputs take another route
 class Input:
     """What a Linear is fed: ``plain`` activations, or ones that an op of ours has already quantised.
 
-    ``scale`` is the layer's calibrated activation scale (NVFP4), None for a dynamic one. ``reason`` says why a layer stored as ``layout`` gets plain input all the same; None when there is nothing to explain.
+    ``scale`` is the layer's calibrated activation scale (NVFP4), None for a dynamic one. ``reason`` says why a layer stored as
+    ``layout`` gets plain input all the same; None when there is nothing to explain.
     """
 
     form: str = "plain"

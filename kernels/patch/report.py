@@ -56,6 +56,8 @@ class Session:
         self.stepped_aside: str | None = None
         self.device: str | None = None
         self.core: str | None = None
+        self.layers: dict[str, int] = {}
+        self.measuring = False
         self._warned: set[str] = set()
         _sessions.add(self)
 
@@ -105,6 +107,7 @@ class Session:
             return {
                 "mode": self.mode, "pack": pack_version(), "core": self.core, "device": self.device, "stepped_aside": self.stepped_aside,
                 "attention": {"choice": self.attention_choice, **self.attention}, "model_calls": self.calls, "packed_rows": self.rows,
+                "layers": self.layers,
                 "ops": self.total.table(), "last_run_ops": self.run.table(), "verification": verification.summary()}
 
 

@@ -80,7 +80,9 @@ def known(case: str, file: str) -> Verdict | None:
         return _verdicts.get(case)
 
 
-def settle(case: str, file: str, compare: Callable[[], tuple[list, list]], time: Callable[[], tuple[float, float]] | None = None) -> Verdict:
+def settle(
+    case: str, file: str, compare: Callable[[], tuple[list, list]], time: Callable[[], tuple[float, float]] | None = None
+) -> Verdict:
     """Run both sides, compare, remember, and return the verdict.
 
     Args:

@@ -4,7 +4,7 @@ import torch
 
 
 def conditioning(kinds="text", seed=0, tokens=8, size=(64, 64)):
-    """Random conditioning for :func:`sample`. ``all`` has every segment kind: two text tags, keyframe, image, video and audio references."""
+    """Random conditioning for :func:`sample`: ``text``, ``keyframes``, ``references``, or ``all`` (every segment kind, two text tags)."""
     generator = torch.Generator("cpu").manual_seed(seed)
 
     def randn(*shape):

@@ -1,0 +1,71 @@
+"""H3 Accelerate: the pack's kernels in the model that goes through, on its clone alone."""
+
+import json
+from dataclasses import replace
+
+from comfy_api.latest import io
+
+from ..kernels.patch.comfyui import Features, accelerate, report
+from . import checks
+
+NODE = "H3 Accelerate"
+ATTENTION_LABELS = {"stock (exact)": "stock"}
+SWITCHES = {
+    "norm": "RMSNorm, modulation and the gate in front of them in one pass.",
+    "gate": "The gated residual in one pass over all segments.",
+    "rope": "Per-head RMSNorm and rotation of q and k in one pass.",
+    "swiglu": "SwiGLU in one pass.",
+    "v_view": "Attention reads v where the projection left it, without a copy.",
+    "nvfp4": "NVFP4 checkpoints: activations are quantised while they are produced.",
+    "int8": "INT8-ConvRot checkpoints: activations are rotated and quantised while they are produced.",
+}
+
+
+class H3VortexAccelerate(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="H3VortexAccelerate",
+            display_name="H3 Accelerate",
+            category="H3 Vortex",
+            description="Run MiniMax H3 with this pack's kernels: the same frames and sound as without it, byte for byte, in less time. "
+            "Put it between the model (with its LoRAs) and the guider. Whatever cannot run here takes ComfyUI's own code.",
+            search_aliases=["minimax", "h3", "speed", "fast", "kernels", "optimize", "torch compile"],
+            inputs=[
+                io.Model.Input("model", tooltip="A MiniMax H3 diffusion model, with its LoRAs and other patches applied."),
+                io.Combo.Input(
+                    "mode",
+                    options=["exact", "off", "advanced"],
+                    default="exact",
+                    tooltip="exact: every kernel that gives stock's bytes. off: the model passes untouched. advanced: the switches below.",
+                ),
+                io.Combo.Input(
+                    "attention",
+                    options=list(ATTENTION_LABELS),
+                    default="stock (exact)",
+                    tooltip="stock: the attention that ComfyUI's flags, nodes or the checkpoint chose.",
+                ),
+                *(
+                    io.Boolean.Input(name, default=True, advanced=True, tooltip=f"{text} Only read in advanced mode.")
+                    for name, text in SWITCHES.items()
+                ),
+            ],
+            outputs=[
+                io.Model.Output(display_name="model", tooltip="A clone with the kernels; in mode off the very model that came in."),
+                io.String.Output(
+                    display_name="report",
+                    tooltip="JSON: the model's layers and what its kernels did so far. After a run: the log, or /h3_vortex/status.",
+                ),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, model, mode, attention, **switches):
+        checks.h3_model(NODE, "model", model)
+        if mode == "off":
+            return io.NodeOutput(model, json.dumps({"mode": "off"}))
+        if attention not in ATTENTION_LABELS:
+            raise ValueError(f"{NODE}: attention {attention!r} is not one of {', '.join(ATTENTION_LABELS)}: choose one of them")
+        features = replace(Features(), **switches) if mode == "advanced" else Features()
+        patched = accelerate(model, features, ATTENTION_LABELS[attention], mode)
+        return io.NodeOutput(patched, json.dumps(report(patched)))
