@@ -68,6 +68,15 @@ DEV uint4 gate8(uint4 x, uint4 o, uint4 g) {
   return make_uint4(gate2(x.x, o.x, g.x), gate2(x.y, o.y, g.y), gate2(x.z, o.z, g.z), gate2(x.w, o.w, g.w));
 }
 
+// RMSNorm's last step, bf16(weight * (rstd * x)): two rounded fp32 products, one rounding to bf16.
+DEV u32 normalize2(u32 x, u32 weight, float rstd) {
+  return pk(__fmul_rn(lo(weight), __fmul_rn(rstd, lo(x))), __fmul_rn(hi(weight), __fmul_rn(rstd, hi(x))));
+}
+DEV uint4 normalize8(uint4 x, uint4 weight, float rstd) {
+  return make_uint4(normalize2(x.x, weight.x, rstd), normalize2(x.y, weight.y, rstd),
+                    normalize2(x.z, weight.z, rstd), normalize2(x.w, weight.w, rstd));
+}
+
 // ---- memory ---------------------------------------------------------------------------------------------------------------------
 // Activations are read once and written once: keep them out of L1, and let written lines leave L2 first.
 DEV uint4 load_stream(const void* p) {

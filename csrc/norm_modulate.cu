@@ -1,112 +1,32 @@
-// h = modulate(rms_norm(x)), and with GATE first x = gate(x, other) in place. The bytes are those of torch's CUDA kernels.
-//
-// Torch's fused RMSNorm (vectorized_layer_norm_kernel, 2.9 and later) gives one row to a block of 4 warps, 128 threads:
-//   1. The row is cut into groups of 4 consecutive elements; thread t owns the groups t, t + 128, t + 256, ...
-//   2. Each thread has one fp32 accumulator, from 0, over its elements in rising order: acc = fma(v, v, acc).
-//   3. Inside a warp a tree: lane l adds lane l + d for d = 16, 8, 4, 2, 1. Lane 0 then holds the warp's sum W.
-//   4. Across warps (W0 + W2) + (W1 + W3).
-//   5. rstd = rsqrt.approx(sum / N + eps) with an IEEE division.
-//   6. y = bf16(weight * (rstd * x)): two rounded fp32 products, one rounding to bf16.
-//
-// The layout here keeps every accumulator of step 2 in one lane but loads 16 bytes at a time. Cut the row into vectors of 8 elements; vector
-// u + 32m belongs to lane u. It holds the groups 2u + 64m and 2u + 1 + 64m, so with even m it feeds torch's threads t = 2u and 2u + 1
-// (torch warps 0 and 1), with odd m t = 64 + 2u and 65 + 2u (torch warps 2 and 3). Two warps share a row, one takes the even m, one the odd, and
-// each lane keeps two accumulators. Adding over lane distances 8, 4, 2, 1 here is torch's tree over 16, 8, 4, 2; adding a lane's two
-// accumulators is torch's distance 1; lanes 0..15 then hold W0 (or W2), lanes 16..31 W1 (or W3). A butterfly gives every lane what the tree
-// gives lane 0, because each addition has the same two operands.
-// A row that does not fill the last vector group reads zeros there: fma(0, 0, acc) = acc.
+// h = modulate(rms_norm(x)), and with GATE first x = gate(x, other) in place. The bytes are those of torch's CUDA kernels; rms.cuh has the order.
 //
 // x stays in registers between the sum and the result, so it is read once. One row per block of 64 threads: with GATE, which writes x, no
 // row may be processed twice.
 //
 // Defines: N row width (multiple of 8), GATE, TABLE_F32, MIN_BLOCKS per SM, AHEAD (vectors of `other` loaded ahead).
 #include "common.cuh"
-
-#define NV (N / 8)
-#define STEPS ((NV + 63) / 64)                    // vectors per lane
-#define VECTOR(j) (lane + 32 * (2 * (j) + half))  // this lane's j-th vector
-#define INSIDE(j) (NV % 64 == 0 || VECTOR(j) < NV)
-
-DEV void add_squares(float& acc, u32 pair) {
-  acc = __fmaf_rn(lo(pair), lo(pair), acc);
-  acc = __fmaf_rn(hi(pair), hi(pair), acc);
-}
-
-DEV u32 normalize2(u32 x, u32 weight, float rstd) {
-  return pk(__fmul_rn(lo(weight), __fmul_rn(rstd, lo(x))), __fmul_rn(hi(weight), __fmul_rn(rstd, hi(x))));
-}
+#include "rms.cuh"
 
 extern "C" __global__ void __launch_bounds__(64, MIN_BLOCKS)
 norm_modulate(unsigned short* x, const unsigned short* other, const table_t* gate, const uint4* __restrict__ weight,
               const table_t* scale, const table_t* shift, uint4* out, const int* __restrict__ rows,
               i64 x_stride, i64 other_stride, i64 gate_stride, i64 scale_stride, i64 shift_stride, float eps) {
-  const int half = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const i64 row = blockIdx.x;
   uint4* xv = (uint4*)(x + row * x_stride);
   const i64 table_row = __ldg(rows + row);
-
   uint4 v[STEPS];
-#pragma unroll
-  for (int j = 0; j < STEPS; j++) v[j] = INSIDE(j) ? load_stream(xv + VECTOR(j)) : make_uint4(0, 0, 0, 0);
-
+  load_row(v, xv);
 #if GATE
-  // Loads of `other` are issued AHEAD vectors before their use: volatile loads are not moved across the stores.
-  const uint4* ov = (const uint4*)(other + row * other_stride);
-  const table_t* g = gate + table_row * gate_stride;
-  uint4 o[2][AHEAD];
-#pragma unroll
-  for (int i = 0; i < AHEAD; i++)
-    if (i < STEPS && INSIDE(i)) o[0][i] = load_stream(ov + VECTOR(i));
-#pragma unroll
-  for (int c = 0; c < (STEPS + AHEAD - 1) / AHEAD; c++) {
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++) {
-      const int j = (c + 1) * AHEAD + i;
-      if (j < STEPS && INSIDE(j)) o[(c + 1) & 1][i] = load_stream(ov + VECTOR(j));
-    }
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++) {
-      const int j = c * AHEAD + i;
-      if (j < STEPS && INSIDE(j)) {
-        v[j] = gate8(v[j], o[c & 1][i], load_table(g, VECTOR(j)));
-        store_stream(xv + VECTOR(j), v[j]);
-      }
-    }
-  }
+  gate_row(v, xv, (const uint4*)(other + row * other_stride), gate + table_row * gate_stride);
 #endif
-
-#pragma unroll
-  for (int j = 0; j < STEPS; j++) HIDE(v[j]);
-  float p0 = 0.f, p1 = 0.f;
-#pragma unroll
-  for (int j = 0; j < STEPS; j++) {
-    add_squares(p0, v[j].x);
-    add_squares(p0, v[j].y);
-    add_squares(p1, v[j].z);
-    add_squares(p1, v[j].w);
-  }
-#pragma unroll
-  for (int d = 8; d; d >>= 1) {
-    p0 = __fadd_rn(p0, __shfl_xor_sync(FULL, p0, d));
-    p1 = __fadd_rn(p1, __shfl_xor_sync(FULL, p1, d));
-  }
-  __shared__ float w[4];
-  if ((lane & 15) == 0) w[half * 2 + (lane >> 4)] = __fadd_rn(p0, p1);
-  __syncthreads();
-  const float sum = __fadd_rn(__fadd_rn(w[0], w[2]), __fadd_rn(w[1], w[3]));
-  const float rstd = rsqrtf(__fadd_rn(__fdiv_rn(sum, (float)N), eps));
-
-#pragma unroll
-  for (int j = 0; j < STEPS; j++) HIDE(v[j]);
+  const float rstd = row_rstd(v, eps);
   const table_t* a = scale + table_row * scale_stride;
   const table_t* b = shift + table_row * shift_stride;
   uint4* y = out + row * NV;
 #pragma unroll
   for (int j = 0; j < STEPS; j++)
     if (INSIDE(j)) {
-      const uint4 wt = __ldg(weight + VECTOR(j));
-      const uint4 n = make_uint4(normalize2(v[j].x, wt.x, rstd), normalize2(v[j].y, wt.y, rstd),
-                                 normalize2(v[j].z, wt.z, rstd), normalize2(v[j].w, wt.w, rstd));
+      const uint4 n = normalize8(v[j], __ldg(weight + VECTOR(j)), rstd);
       store_stream(y + VECTOR(j), modulate8(n, load_scale(a, VECTOR(j)), load_table(b, VECTOR(j))));
     }
 }
