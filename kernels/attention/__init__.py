@@ -4,7 +4,7 @@
 """
 
 from .backend import EXACTNESS, AttentionUnavailable
-from .plan import Host, Plan, plan
+from .planning import Host, Plan, plan
 from .registry import CHOICES, FASTEST, STOCK
 
 __all__ = ["CHOICES", "EXACTNESS", "FASTEST", "STOCK", "AttentionUnavailable", "Host", "Plan", "plan"]

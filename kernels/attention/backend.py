@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .call import INT32_MAX, Call, max_rows
+from .call import INT32_MAX, UINT32_MAX, Call, max_rows
 from .environment import Environment
 
 EXACTNESS = {
@@ -15,7 +15,6 @@ EXACTNESS = {
     "E2": "other numerics (quantised operands)",
     "E3": "an approximation of attention (sparse)",
 }
-INTEGER_NAMES = {INT32_MAX: "int32", 2**32 - 1: "uint32"}
 # Relative L2. A bf16 output alone has 0.2 %; INT8 and FP8 kernels were seen at 0.4-2.4 % on H3's q, k, v; overflow is near 1.
 MAX_ERROR = 0.05
 FLOATS_16 = (torch.float16, torch.bfloat16)
@@ -51,7 +50,7 @@ class Backend:
         raise NotImplementedError
 
     def limits(self, call: Call, env: Environment) -> Mapping[str, int]:
-        """Largest ``(rows - 1) * row_stride`` (elements) that the readers of ``q``, ``k``, ``v`` can address; 64-bit readers are left out."""
+        """Largest ``(rows - 1) * row_stride`` (elements) that the readers of q, k, v can address; 64-bit ones are left out."""
         return {}
 
     def scope(self, call: Call) -> Call:
@@ -96,7 +95,7 @@ def guard(backend: Backend, call: Call, env: Environment) -> Verdict:
         if call.last_row(name) > limit:
             copies.append(name)
             most = max_rows(limit, view.row_stride)
-            why.append(f"{name}: {call.rows:,} rows x stride {view.row_stride:,} pass {INTEGER_NAMES[limit]} offsets ({most:,} rows fit)")
+            why.append(f"{name}: {call.rows:,} rows x stride {view.row_stride:,} pass {_integer(limit)} offsets ({most:,} rows fit)")
         elif not view.vector_loads:
             copies.append(name)
             why.append(f"{name}: rows are not contiguous and 16-byte aligned")
@@ -104,8 +103,12 @@ def guard(backend: Backend, call: Call, env: Environment) -> Verdict:
     for name in copies:
         if dense.last_row(name) > limits.get(name, math.inf):
             most = max_rows(limits[name], dense.inner)
-            return Verdict(f"{call.rows:,} rows: even a contiguous {name} passes {INTEGER_NAMES[limits[name]]} offsets ({most:,} rows fit)")
+            return Verdict(f"{call.rows:,} rows: even a contiguous {name} passes {_integer(limits[name])} offsets ({most:,} rows fit)")
     return Verdict(None, tuple(copies), "; ".join(why))
+
+
+def _integer(limit: int) -> str:
+    return {INT32_MAX: "int32", UINT32_MAX: "uint32"}.get(limit, f"{limit:,}-element")
 
 
 def _contract(call: Call) -> str | None:

@@ -92,6 +92,6 @@ class Call:
 def _view(tensor: torch.Tensor) -> View:
     size = tensor.element_size()
     row, head, last = tensor.stride()[1:]
-    # FakeTensor and meta tensors have no address; their layout is judged as if the base were aligned
-    base = tensor.data_ptr() % ALIGNMENT if tensor.device.type not in ("meta",) else 0
+    # a meta tensor has no address: its layout is judged as if the base were aligned
+    base = tensor.data_ptr() % ALIGNMENT if tensor.device.type != "meta" else 0
     return View(row, last == 1 and base == 0 and row * size % ALIGNMENT == 0 and head * size % ALIGNMENT == 0)

@@ -44,7 +44,7 @@ class Environment:
     Args:
         device: where the attention runs.
         capability: CUDA compute capability, None when the device is not CUDA (ROCm: whatever torch reports; see ``hip``).
-        gpu, driver, cuda, hip, torch: names and versions as torch and NVML report them.
+        gpu, driver, cuda, hip, torch_version: names and versions as torch and NVML report them.
         python: ``sys.version_info[:2]``. platform: ``sys.platform``.
         importer: imports a module by name; raises when it cannot.
         version: version of an installed distribution by name, or None.
@@ -56,7 +56,7 @@ class Environment:
     driver: str = "unknown"
     cuda: str | None = None
     hip: str | None = None
-    torch: str = torch.__version__
+    torch_version: str = str(torch.__version__)
     python: tuple[int, int] = sys.version_info[:2]
     platform: str = sys.platform
     importer: Callable[[str], object] = importlib.import_module

@@ -111,7 +111,7 @@ def cache_name(call: Call, env: Environment, backends: Iterable[Backend]) -> str
     versions = [(name, env.version(name)) for name in packages]
     cudnn = torch.backends.cudnn.version() if env.device.type == "cuda" else None
     names = [backend.name for backend in backends]
-    return cache.digest(env.gpu, env.capability, env.driver, env.torch, env.cuda, env.hip, cudnn, versions, names, shape) + ".json"
+    return cache.digest(env.gpu, env.capability, env.driver, env.torch_version, env.cuda, env.hip, cudnn, versions, names, shape) + ".json"
 
 
 def search(q, k, v, candidates: Iterable[Backend], stock: Callable, env: Environment, budget: float = BUDGET_SECONDS) -> dict:
@@ -190,13 +190,11 @@ def search(q, k, v, candidates: Iterable[Backend], stock: Callable, env: Environ
 
 
 def ranking(record: dict) -> list[str]:
-    """Names that may run, best first. Full-shape times go before slice times; stock comes first unless it is beaten by more than 2 %."""
-    able = {name: entry for name, entry in record["candidates"].items() if "slice_ms" in entry}
-    order = sorted(able, key=lambda n: (0, able[n]["ms"]) if "ms" in able[n] else (1, able[n]["slice_ms"]))
-    if not order or "stock" not in able:
-        return order
-    first, unit = order[0], "ms" if "ms" in able[order[0]] and "ms" in able["stock"] else "slice_ms"
-    if first != "stock" and able[first][unit] > TIE * able["stock"][unit]:
+    """Names that may run, fastest first (a slice counts in proportion to its heads). Stock leads unless beaten by more than 2 %."""
+    share = record["heads"] / record["slice_heads"]
+    ms = {name: entry.get("ms", entry["slice_ms"] * share) for name, entry in record["candidates"].items() if "slice_ms" in entry}
+    order = sorted(ms, key=ms.get)
+    if "stock" in ms and ms[order[0]] > TIE * ms["stock"]:
         order.remove("stock")
         order.insert(0, "stock")
     return order

@@ -30,10 +30,10 @@ from .backend import AttentionUnavailable, Backend, needs_float16, token_major
 from .call import INT32_MAX, UINT32_MAX
 from .sage_install import advice
 
-# The widths of q, k, v quantisation and of the kernel's own contiguous tensors. Triton quantisers multiply in int32.
-_TRITON_FP8 = {"q": INT32_MAX, "k": INT32_MAX, "v": UINT32_MAX, "own": UINT32_MAX}
-_TRITON_FP16 = {"q": INT32_MAX, "k": INT32_MAX, "v": INT32_MAX, "own": INT32_MAX}
-_CUDA = {"q": UINT32_MAX, "k": UINT32_MAX, "v": UINT32_MAX, "own": UINT32_MAX}
+# Largest offsets of the quantisers of q, k, v and of the kernel's own contiguous tensors; ``smoothed``: k - mean(k) is a tensor of its own.
+_TRITON_FP8 = {"q": INT32_MAX, "k": INT32_MAX, "v": UINT32_MAX, "own": UINT32_MAX, "smoothed": True}
+_TRITON_FP16 = {"q": INT32_MAX, "k": INT32_MAX, "v": INT32_MAX, "own": INT32_MAX, "smoothed": True}
+_CUDA = {"q": UINT32_MAX, "k": UINT32_MAX, "v": UINT32_MAX, "own": UINT32_MAX, "smoothed": False}
 WIDTHS = {
     (7, 5): _TRITON_FP16,
     (8, 0): _TRITON_FP8,
@@ -90,11 +90,10 @@ class Sage2(Backend):
         return needs_float16(call) or _needs_default_stream(call.own_stream, call.capturing)
 
     def limits(self, call, env):
-        widths = {name: WIDTHS[env.capability][name] for name in ("q", "k", "v")}
+        widths = WIDTHS[env.capability]
         module, _ = env.module("sageattention")
-        if widths["q"] == INT32_MAX and "smooth_k" not in inspect.signature(module.sageattn).parameters:
-            del widths["k"]  # read as the dense difference k - mean(k), whose width refuses() has checked
-        return widths
+        dense_k = widths["smoothed"] and "smooth_k" not in inspect.signature(module.sageattn).parameters
+        return {name: widths[name] for name in (("q", "v") if dense_k else ("q", "k", "v"))}  # refuses() has checked a dense k
 
     def run(self, q, k, v, prefix_rows):
         import sageattention

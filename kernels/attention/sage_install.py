@@ -28,7 +28,7 @@ def windows_wheel(env: Environment) -> str | None:
         return None
     tag = "cu130" if _pair(env.cuda)[0] >= 13 else "cu128"
     for lowest, torch_tag, release, python in _WINDOWS:
-        if _pair(env.torch) >= lowest:
+        if _pair(env.torch_version) >= lowest:
             if tag == "cu130" and lowest < (2, 9):
                 return None
             return f"{_RELEASES}/download/{release}/sageattention-2.2.0+{tag}torch{torch_tag}-{python}-abi3-win_amd64.whl"
@@ -37,7 +37,7 @@ def windows_wheel(env: Environment) -> str | None:
 
 def advice(env: Environment) -> str:
     """How to get SageAttention 2.2 for this torch, CUDA, Python and GPU. One paragraph, no line breaks."""
-    here = f"torch {env.torch}, CUDA {env.cuda}, Python {env.python[0]}.{env.python[1]}"
+    here = f"torch {env.torch_version}, CUDA {env.cuda}, Python {env.python[0]}.{env.python[1]}"
     if env.platform == "win32":
         wheel = windows_wheel(env)
         if wheel is None:
