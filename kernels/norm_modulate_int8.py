@@ -14,16 +14,12 @@ Fewer roundings cannot show: scaling by powers of two is exact, and values small
 because no scale is below 1e-30.
 """
 
-import functools
-
 import torch
 
-from . import gate_norm_modulate, norm_modulate, nvrtc, quantize_rotate_int8, segments
-from .dispatch import Constraints, Op, Rule
-from .quantize_rotate_int8 import check_columns, vector_rows
-
-_MAX_COLUMNS = 8192  # two warps hold the row in registers
-_TABLE_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+from . import gate_norm_modulate, norm_modulate, nvrtc, quantize_rotate_int8, rules, segments
+from . import stock as stock_ops
+from .dispatch import Op, Planned
+from .quantize_rotate_int8 import check_columns
 
 
 def reference(
@@ -42,18 +38,13 @@ def reference_gated(
 
 
 def stock(x, weight, shift, scale, mod_segments, eps) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stock's own calls for ``[(start, stop, row), ...]``, the quantiser being kitchen's. For verification, tests and benchmarks."""
-    h = torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
-    for start, stop, row in mod_segments:
-        h[start:stop].mul_(1.0 + scale[row].to(h.dtype)).add_(shift[row].to(h.dtype))
-    return quantize_rotate_int8.stock(h)
+    """Stock's own calls for segments ``[(start, stop, row), ...]``, the quantiser being kitchen's. For verification, tests, benchmarks."""
+    return quantize_rotate_int8.stock(stock_ops.norm_modulate(x, weight, shift, scale, mod_segments, eps))
 
 
 def stock_gated(x, other, gate, weight, shift, scale, mod_segments, eps) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`stock` after stock's gated residual, which updates ``x`` in place."""
-    for start, stop, row in mod_segments:
-        x[start:stop].addcmul_(other[start:stop], gate[row].to(x.dtype))
-    return stock(x, weight, shift, scale, mod_segments, eps)
+    return quantize_rotate_int8.stock(stock_ops.gate_norm_modulate(x, other, gate, weight, shift, scale, mod_segments, eps))
 
 
 def check(x, weight, shift, scale, rows, eps) -> None:
@@ -78,57 +69,55 @@ OP_GATED = Op(
     "gate_norm_modulate_int8", reference_gated, ("x", "other", "gate", "weight", "shift", "scale", "rows", "eps"), check_gated)
 
 
-def defines(columns: int, gated: bool) -> str:
-    """The lines in front of ``csrc/norm_modulate_int8.cu``."""
-    return f"#define K {columns}\n#define MIN_BLOCKS 8\n#define MULS 0\n#define GATE {int(gated)}\n#define TABLE_F32 0\n"
+def defines(columns: int, gated: bool) -> dict[str, int]:
+    """Switches of ``csrc/norm_modulate_int8.cu``, which gives a row to two warps."""
+    return {"K": columns, "MIN_BLOCKS": 8, "MULS": 0, "GATE": int(gated), "TABLE_F32": 0}
 
 
-@functools.cache
-def _kernel(device: torch.device, columns: int, gated: bool) -> nvrtc.Kernel:
-    text = defines(columns, gated) + nvrtc.source("norm_modulate_int8")
-    return nvrtc.Kernel(text, "norm_modulate_int8", "PPPPPPPPPqqqqqf", device)
+def _bf16(table: torch.Tensor) -> torch.Tensor:
+    """A rounded copy of a table (a few rows) costs less than reading fp32 for every token."""
+    return table if table.dtype == torch.bfloat16 else table.to(torch.bfloat16)
 
 
-def _launch(x, other, gate, weight, shift, scale, rows, eps):
-    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    row_scale = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
-    if x.shape[0]:
-        # A rounded copy of a table (a few rows) costs less than reading fp32 for every token; kept alive until the launch is queued.
-        shift, scale, gate = (t if t is None or t.dtype == torch.bfloat16 else t.to(torch.bfloat16) for t in (shift, scale, gate))
-        gated = gate is not None
-        _kernel(x.device, x.shape[1], gated).launch(
-            x.shape[0], 64, x.data_ptr(), other.data_ptr() if gated else 0, gate.data_ptr() if gated else 0, weight.data_ptr(),
-            shift.data_ptr(), scale.data_ptr(), rows.data_ptr(), q.data_ptr(), row_scale.data_ptr(),
-            x.stride(0), other.stride(0) if gated else 0, gate.stride(0) if gated else 0, shift.stride(0), scale.stride(0), eps)
-    return q, row_scale
+def _plan(x, gated):
+    rows, columns = x.shape
+    device, x_stride = x.device, x.stride(0)
+    kernel = nvrtc.kernel("norm_modulate_int8", "PPPPPPPPPqqqqqf", x.get_device(), **defines(columns, gated))
+
+    def launch(x, other, gate, weight, shift, scale, row_map, eps):
+        q, row_scale = quantize_rotate_int8.empty_pair(rows, columns, device)
+        if rows:
+            shift, scale, gate = _bf16(shift), _bf16(scale), _bf16(gate)  # live until the launch is queued
+            kernel.launch(
+                rows, 64, x.data_ptr(), other.data_ptr(), gate.data_ptr(), weight.data_ptr(), shift.data_ptr(), scale.data_ptr(),
+                row_map.data_ptr(), q.data_ptr(), row_scale.data_ptr(),
+                x_stride, other.stride(0), gate.stride(0), shift.stride(0), scale.stride(0), eps,
+            )
+        return q, row_scale
+
+    return launch
 
 
-def _run_cuda(x, weight, shift, scale, rows, eps):
-    return _launch(x, None, None, weight, shift, scale, rows, eps)
+def _plan_cuda(x, weight, shift, scale, rows, eps):
+    launch = _plan(x, gated=False)
+    return lambda x, weight, shift, scale, rows, eps: launch(x, x, shift, weight, shift, scale, rows, eps)  # x, shift: unread stand-ins
 
 
-def _run_cuda_gated(x, other, gate, weight, shift, scale, rows, eps):
-    return _launch(x, other, gate, weight, shift, scale, rows, eps)
+def _plan_cuda_gated(x, other, gate, weight, shift, scale, rows, eps):
+    return _plan(x, gated=True)
 
 
-def _add_cuda(op: Op, run, activations: tuple[str, ...], tables: tuple[str, ...]) -> None:
-    bf16 = frozenset({torch.bfloat16})
-    op.add_backend("cuda", run, Constraints(
-        devices=frozenset({"cuda"}),
-        dtypes={**dict.fromkeys(activations, bf16), "weight": bf16, **dict.fromkeys(tables, _TABLE_DTYPES)},
-        min_capability=(8, 0),
-        available=nvrtc.unavailable_reason,
-        rules=(
-            Rule(f"H of at most {_MAX_COLUMNS}", lambda a: a["x"].shape[1] <= _MAX_COLUMNS),
-            Rule("weight contiguous at a multiple of 16 bytes", lambda a: a["weight"].is_contiguous() and a["weight"].data_ptr() % 16 == 0),
-            Rule("rows contiguous", lambda a: a["rows"].is_contiguous()),
-            *vector_rows(*activations, *tables),
-        ),
-    ))
-
-
-_add_cuda(OP, _run_cuda, ("x",), ("shift", "scale"))
-_add_cuda(OP_GATED, _run_cuda_gated, ("x", "other"), ("gate", "shift", "scale"))
+_DTYPES = {"x": rules.BF16, "weight": rules.BF16, "shift": rules.TABLE, "scale": rules.TABLE}
+_NORM = (rules.TORCH_RMS_NORM, rules.width("x", rules.MAX_NORM_WIDTH), rules.dense("rows"))
+OP.add_backend(
+    "cuda", Planned(_plan_cuda), rules.cuda(_DTYPES, *_NORM, rules.vector_rows("x", "weight", "shift", "scale")))
+OP_GATED.add_backend(
+    "cuda", Planned(_plan_cuda_gated),
+    rules.cuda(
+        {**_DTYPES, "other": rules.BF16, "gate": rules.TABLE}, *_NORM,
+        rules.vector_rows("x", "other", "weight", "gate", "shift", "scale"),
+    ),
+)
 
 
 def norm_modulate_int8(
@@ -141,8 +130,8 @@ def norm_modulate_int8(
     Args:
         x: bf16 ``[S, H]``, H a multiple of 256, unit stride in the last dimension; only read.
         weight: bf16 ``[H]`` RMSNorm weight.
-        shift, scale: ``[R, H]`` AdaLN tables, bf16, fp16 or fp32. Rounded to bf16 first, as stock does: pass bf16 tables (one rounding
-            per model call instead of one per site) where the host keeps fp32 ones.
+        shift, scale: ``[R, H]`` AdaLN tables, bf16 or fp32 (others run on the ``eager`` backend). Rounded to bf16 first, as stock does:
+            a host that keeps fp32 tables saves the rounding per site by passing bf16 ones.
         rows: int32 ``[S]`` from :func:`.segments.row_map`, values in ``0..R-1`` (not checked on the device).
         eps: added to the mean square.
 
