@@ -75,9 +75,9 @@ def gemm_of(operator, model):
 def classify(chain, kernel, model):
     """Group of a kernel. chain: the operators around its launch, outermost first (empty for a bare launch, as Triton's)."""
     names = [operator.name for operator in chain]
-    for name in reversed(names):
-        if name.startswith("h3_vortex::") and name.split("::")[1] in OURS:
-            return OURS[name.split("::")[1]]
+    ours = [name.split("::")[1] for name in names if name.startswith("h3_vortex::")]
+    if ours and ours[-1] != "int8_linear":  # that one is a product, and its weight says which
+        return OURS.get(ours[-1], f"h3_vortex: {ours[-1]}")
     gemm = next((gemm for gemm in (gemm_of(operator, model) for operator in chain) if gemm), None)
     if gemm:
         if MULTIPLIES.search(kernel) or not QUANTISES.search(kernel):
@@ -253,6 +253,7 @@ def run(chosen, argv):
                     harness.log("skipped:", weights, attention, missing)
                     result["rows"].append({**row, "candidate": None, "skipped": missing})
                     continue
+                row["compute_dtype"] = str(patcher.model.get_dtype_inference()).removeprefix("torch.")
                 row["attention_function"] = full_size.attention_name(comfy, attention, device)
                 base = full_size.with_attention(comfy, patcher, attention)
                 for name in chosen.candidates:

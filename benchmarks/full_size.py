@@ -25,7 +25,7 @@ QUANTISED, CONVROT_GROUP = ("attn.qkv_proj", "attn.out_proj", "mlp.fc1", "mlp.fc
 
 # ------------------------------------------------------------------------------------------------------------- weights
 def _draw(name, shape, dtype, device, seed):
-    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) ^ (seed << 32))
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if name == "rope.inv_freq":
         steps = torch.arange(shape[0], dtype=torch.float32, device=device)

@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 import shutil
@@ -377,17 +378,30 @@ def validate(result):
     jsonschema.validate(result, json.loads(SCHEMA.read_text(encoding="utf-8")))
 
 
+def plain(value):
+    """``value`` as strict JSON holds it: NaN and infinities become their names, unknown objects their text."""
+    if isinstance(value, dict):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
+
+
 def write_result(result, path):
-    """Write ``result`` as JSON, whole or not at all, checked against the schema where jsonschema is installed."""
-    if importlib.util.find_spec("jsonschema") is not None:
-        validate(result)
-    else:
-        log("result not checked against the schema: jsonschema is not installed here (the unit tests check it)")
+    """Write ``result`` as JSON, whole or not at all; then check it against the schema where jsonschema is installed.
+
+    Written first: a result that does not fit the schema is a bug here, and no reason to lose the measurements.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    result = plain(result)
     partial = path.with_name(path.name + ".part")
     partial.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(partial, path)
+    if importlib.util.find_spec("jsonschema") is not None:
+        validate(result)
 
 
 def out_path(argument, kind, device):

@@ -178,8 +178,9 @@ def run(chosen, argv):
                 full_size.release()
                 patcher, built = full_size.build(comfy, model, weights, device, chosen.seed), weights
                 harness.log(f"built {model.blocks} blocks of {model.name} in {weights}")
+            row["compute_dtype"] = str(patcher.model.get_dtype_inference()).removeprefix("torch.")
             row["attention_function"] = full_size.attention_name(comfy, attention, device)
-            harness.log(f"{weights} {job.name} ({job.rows} rows) {attention} = {row['attention_function']}")
+            harness.log(f"{weights} {job.name} ({job.rows} rows) {attention} = {row['attention_function']}, {row['compute_dtype']}")
             inputs = full_size.make_inputs(comfy, patcher, job, device)
             measured = measure_configuration(comfy, patcher, inputs, attention, chosen, device)
             result["rows"] += [{**row, **entry} for entry in measured]

@@ -155,6 +155,7 @@ def run(chosen, argv):
     with harness.guarded(result, path), torch.inference_mode(), harness.PowerLog(device, result):
         _comfy.first_sdpa_call(comfy, device)
         gates = Run(comfy, model, chosen, device)
+        row["compute_dtype"] = str(gates.stock.model.get_dtype_inference()).removeprefix("torch.")
         harness.log(f"built {model.blocks} blocks of {model.name} in {chosen.weights}; attention {row['attention_function']}")
         for gate in chosen.gates:
             if failed:

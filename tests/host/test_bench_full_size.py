@@ -1,0 +1,230 @@
+"""The full-size benchmarks at a tiny size: ComfyUI's own model, loader, patcher and sampler under them, and gates that hold."""
+
+import json
+import logging
+
+import pytest
+import torch
+from h3_vortex.benchmarks import _comfy, block, candidates, full_size, harness, shapes, step, trajectory
+
+DEVICE = torch.device("cpu")
+TINY, JOB = shapes.MODELS["tiny"], shapes.job("64x96x22")
+
+
+@pytest.fixture(scope="module")
+def core(comfy):
+    """ComfyUI as the benchmarks import it; the ``comfy`` fixture imported it into this process first."""
+    loaded = _comfy.load(DEVICE, str(comfy.dir))
+    with torch.inference_mode():
+        yield loaded
+
+
+@pytest.fixture(scope="module", params=full_size.WEIGHTS)
+def patcher(core, request):
+    return full_size.build(core, TINY, request.param, DEVICE)
+
+
+def flipping(times, bit=0):
+    """A candidate whose wrapper flips one bit of one video value in the model calls numbered in ``times``."""
+
+    def make(patcher, options):
+        calls = []
+
+        def wrapper(executor, *args, **kwargs):
+            out = executor(*args, **kwargs)
+            calls.append(1)
+            if len(calls) - 1 in times:
+                out[0].view(torch.int32).view(-1)[5] ^= 1 << bit
+            return out
+
+        clone = patcher.clone()
+        clone.add_wrapper_with_key("diffusion_model", "test", wrapper)
+        return clone
+
+    return make
+
+
+@pytest.fixture
+def candidate(monkeypatch):
+    """Puts a stand-in in the place of the pack's own candidate."""
+
+    def use(make):
+        monkeypatch.setitem(candidates.CANDIDATES, "exact", make)
+        monkeypatch.delitem(candidates.REPORTS, "exact")
+
+    return use
+
+
+def test_the_model_is_comfyuis_own(core, patcher):
+    model = patcher.model
+    assert type(model).__module__ == "comfy.model_base" and type(model).__name__ == "MiniMaxH3"
+    assert type(patcher) is core.model_patcher.ModelPatcher
+    dit = model.diffusion_model
+    assert type(dit) is core.minimax.MiniMaxH3Model and len(dit.blocks) == TINY.blocks
+    assert dit.use_adaln_curves and dit.blocks[0].adaln_proj.linear.in_features == TINY.curve[1]
+    weight = dit.blocks[1].mlp.fc2.weight
+    if getattr(weight, "_layout_cls", None):
+        assert weight._layout_cls == "TensorWiseINT8Layout"
+        assert weight._params.convrot and weight._params.convrot_groupsize == full_size.CONVROT_GROUP
+    else:
+        # On a CPU ComfyUI turns BF16 weights into FP32 as it loads them.
+        assert type(weight) is torch.nn.Parameter and weight.dtype == model.get_dtype_inference()
+
+
+def test_bf16_and_int8_hold_the_same_values(core):
+    plain, packed = (full_size.state_dict(core, TINY, weights, DEVICE, seed=3) for weights in full_size.WEIGHTS)
+    packed_names = {name for name in packed if name not in plain}
+    assert {name.rsplit(".", 1)[1] for name in packed_names} == {"weight_scale", "comfy_quant"}
+    assert len(packed_names) == 2 * 4 * TINY.blocks
+    for name, tensor in plain.items():
+        if packed[name].dtype == torch.int8:
+            assert f"{name}_scale" in packed_names
+        else:
+            assert torch.equal(tensor, packed[name]), name
+    other = full_size.state_dict(core, TINY, "bf16", DEVICE, seed=4)
+    assert not torch.equal(plain["blocks.0.mlp.fc1.weight"], other["blocks.0.mlp.fc1.weight"])
+    assert not torch.equal(plain["blocks.0.mlp.fc1.weight"], plain["blocks.1.mlp.fc1.weight"])
+
+
+@pytest.mark.parametrize("frames", [5, 22, 39, 124, 362])
+def test_jobs_are_on_comfyuis_grid(comfy, frames):
+    from comfy_extras.nodes_minimax_h3 import temporal_shape
+
+    job = shapes.Job("test", 1344, 768, frames)
+    assert temporal_shape(frames) == (frames, job.latent[0], job.audio)
+
+
+def test_a_wrapper_on_a_clone_runs_on_the_clone_alone(core, patcher):
+    inputs = full_size.make_inputs(core, patcher, JOB, DEVICE)
+    stock = full_size.run_step(core, patcher, inputs)
+    assert [tuple(tensor.shape) for tensor in stock] == [(1, 24, *JOB.latent), (1, 32, 2, JOB.audio)]
+    assert all(torch.isfinite(tensor).all() and tensor.std() > 0 for tensor in stock)
+    flipped = full_size.run_step(core, flipping({0})(patcher, {}), inputs)
+    assert [harness.differing(a, b) for a, b in zip(stock, flipped, strict=True)] == [1, 0]
+    assert harness.sha256(full_size.run_step(core, patcher, inputs)) == harness.sha256(stock)
+
+
+def test_block_replacements_of_a_patcher_apply(core, patcher):
+    inputs = full_size.make_inputs(core, patcher, JOB, DEVICE)
+    watch = trajectory.Watch(patcher, (0, 2))
+    watched = full_size.run_step(core, watch.patcher, inputs)
+    assert harness.sha256(watched) == harness.sha256(full_size.run_step(core, patcher, inputs))
+    assert {index: tuple(kept.shape) for index, kept in watch.kept.items()} == {
+        0: (JOB.rows, TINY.hidden),
+        2: (JOB.rows, TINY.hidden),
+    }
+    assert not torch.equal(watch.kept[0], watch.kept[2])
+
+
+def test_trajectory_is_comfyuis_sampler(core, patcher):
+    seen = []
+
+    def wrapper(executor, x, timestep, *args, **kwargs):
+        seen.append(float(timestep[0]))
+        return executor(x, timestep, *args, **kwargs)
+
+    clone = patcher.clone()
+    clone.add_wrapper_with_key("diffusion_model", "test", wrapper)
+    predictions = []
+    latents = full_size.run_trajectory(core, clone, JOB, 3, on_step=lambda index, pair: predictions.append((index, len(pair))))
+    assert predictions == [(0, 2), (1, 2), (2, 2)]
+    sigmas = core.samplers.calculate_sigmas(patcher.get_model_object("model_sampling"), "simple", 3)
+    assert seen == pytest.approx([1000 * float(sigma) for sigma in sigmas[:-1]], rel=1e-6)
+    again = full_size.run_trajectory(core, patcher, JOB, 3)
+    assert harness.sha256(latents) == harness.sha256(again)
+    assert harness.sha256(latents) != harness.sha256(full_size.run_trajectory(core, patcher, JOB, 3, seed=2))
+
+
+def test_attention_that_cannot_run_says_why(core):
+    assert full_size.attention_missing(core, "fa2", DEVICE) is None
+    for name in ("cudnn", "kitchen", "sage"):
+        assert full_size.attention_missing(core, name, DEVICE) == "needs a CUDA device"
+    with pytest.raises(ValueError, match="unknown attention 'magic'"):
+        full_size.attention_missing(core, "magic", DEVICE)
+
+
+def test_error_log_keeps_each_message_once():
+    with _comfy.ErrorLog() as errors:
+        for _ in range(3):
+            logging.error("Error running sage attention: %s", "no kernel")
+        logging.warning("fine")
+    assert errors.messages == ["Error running sage attention: no kernel"]
+    logging.error("after")
+    assert len(errors.messages) == 1
+
+
+def run(tool, tmp_path, *argv):
+    """(exit code, result) of a benchmark at tiny size."""
+    out = tmp_path / "result.json"
+    code = tool.main(["--model", "tiny", "--device", "cpu", "--out", str(out), *argv])
+    result = json.loads(out.read_text())
+    harness.validate(result)
+    return code, result
+
+
+def test_step_measures_the_packs_own_candidate(core, tmp_path):
+    eager = 'features={"allow_eager": true}'
+    code, result = run(step, tmp_path, "--shape", "tiny,64x96x22", "--weights", "bf16,int8", "--attention", "fa2,cudnn",
+                       "--reps", "2", "--option", eager)  # fmt: skip
+    assert code == 0
+    measured = [row for row in result["rows"] if row["candidate"]]
+    assert [(row["weights"], row["shape"], row["candidate"]) for row in measured] == [
+        (weights, shape, name)
+        for weights in ("bf16", "int8") for shape in ("64x96x22", "tiny") for name in ("stock", "exact")
+    ]  # fmt: skip
+    assert all(row["equal_to_stock"] and row["repeatable"] and row["finite"] for row in measured)
+    assert all(row["ms"]["n"] == 2 for row in measured)
+    fused = [row["dispatch"]["fused"] for row in measured if row["candidate"] == "exact"]
+    assert min(fused) > 0, "stock against stock is no evidence"
+    skipped = [row for row in result["rows"] if "skipped" in row]
+    assert len(skipped) == 4 and all("CUDA" in row["skipped"] for row in skipped)
+
+
+def test_step_fails_on_one_bit(core, candidate, tmp_path, capsys):
+    candidate(flipping({2}))  # the first call and the first round agree, the second round does not
+    code, result = run(step, tmp_path, "--shape", "tiny", "--reps", "2")
+    ours = result["rows"][1]
+    assert code == 1 and ours["equal_to_stock"] is False and ours["repeatable"] is False
+    assert "BYTES DIFFER FROM STOCK: bf16 tiny fa2 exact" in capsys.readouterr().out
+
+
+def test_step_skips_what_would_miss_the_deadline(core, candidate, tmp_path):
+    candidate(lambda patcher, options: patcher.clone())
+    code, result = run(step, tmp_path, "--shape", "tiny", "--deadline", "0.001")
+    assert code == 0 and "deadline" in result["rows"][0]["skipped"]
+
+
+def test_gates_pass_the_packs_own_candidate(core, tmp_path):
+    code, result = run(trajectory, tmp_path, "--shape", "64x96x22", "--small-shape", "tiny", "--steps", "3",
+                       "--option", 'features={"allow_eager": true}')  # fmt: skip
+    rows = {row["gate"]: row for row in result["rows"]}
+    assert code == 0 and all(row["passed"] for row in rows.values())
+    assert list(rows) == list(trajectory.GATES)
+    assert list(rows["blocks"]["detail"]) == ["0", "1", "2"]
+    assert len(rows["full"]["ours"]["prediction_sha256"]) == 3
+    assert rows["full"]["dispatch"]["fused"] > rows["short"]["dispatch"]["fused"] > 0
+
+
+def test_gates_refuse_to_go_on(core, candidate, tmp_path):
+    # Calls: 0 is the first gate's, 1 and 2 are the two steps of the second. The lowest bit would not survive the sampler.
+    candidate(flipping({2}, bit=22))
+    code, result = run(trajectory, tmp_path, "--shape", "64x96x22", "--small-shape", "tiny", "--steps", "3",
+                       "--gates", "bytes,short,full")  # fmt: skip
+    rows = {row["gate"]: row for row in result["rows"]}
+    assert code == 1
+    assert {gate: row["passed"] for gate, row in rows.items()} == {"bytes": True, "short": False, "full": None}
+    assert rows["short"]["detail"]["first_differing_step"] == 1
+    assert rows["full"]["detail"] == {"waits_for": "short"}
+
+
+def test_block_sorts_the_work_of_one_block(core, candidate, tmp_path):
+    candidate(lambda patcher, options: patcher.clone())
+    code, result = run(block, tmp_path, "--shape", "64x96x22", "--rounds", "1")
+    assert code == 0
+    for row in result["rows"]:
+        groups = row["groups_ms"]
+        assert {"qkv GEMM", "out_proj GEMM", "fc1 GEMM", "fc2 GEMM", "rope", "norm", "modulation", "gate", "activation",
+                "adaln", "copies"} <= set(groups)  # fmt: skip
+        launches = {(kernel["group"], kernel["name"]): kernel["launches"] for kernel in row["kernels"]}
+        assert launches["gate", "aten::addcmul_"] == 6  # two gates, three segments
+        assert launches["norm", "aten::rms_norm"] == 2

@@ -1,0 +1,342 @@
+"""The measuring harness itself: sizes, clocks, hashes, results and gates, without ComfyUI and without a GPU."""
+
+import contextlib
+import json
+
+import jsonschema
+import pytest
+import torch
+from h3_vortex.benchmarks import block, candidates, compare, harness, shapes, step, trajectory
+
+CPU = torch.device("cpu")
+
+
+# ------------------------------------------------------------------------------------------------------------- shapes
+@pytest.mark.parametrize(
+    ("name", "latent", "audio", "rows"),
+    [
+        ("canonical", (37, 48, 84), 207, 37_810),
+        ("864x480x124", (37, 30, 54), 207, 15_499),
+        ("1344x768x362", (107, 48, 84), 603, 109_162),
+    ],
+)
+def test_jobs_have_the_rows_that_were_measured(name, latent, audio, rows):
+    job = shapes.job(name)
+    assert (job.latent, job.audio, job.rows) == (latent, audio, rows)
+
+
+def test_a_job_by_its_size_is_the_named_one():
+    assert shapes.job("1344x768x124").rows == shapes.JOBS["canonical"].rows
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("1344x770x124", "height 770"), ("1344x768x125", "the next is 141"), ("640x480", "unknown job"), ("0x64x5", "width 0")],
+)
+def test_a_wrong_job_says_what_is_wrong(name, says):
+    with pytest.raises(ValueError, match=says):
+        shapes.job(name)
+
+
+def test_model_arithmetic_matches_the_measured_model():
+    model, job = shapes.MODELS["h3"], shapes.JOBS["canonical"]
+    assert model.gemms() == {"qkv": (21504, 5376), "out_proj": (5376, 7168), "fc1": (28672, 5376), "fc2": (5376, 14336)}
+    matrix, attention = shapes.step_flops(model, job)
+    assert matrix == 50 * 2 * 37_810 * sum(out * into for out, into in model.gemms().values())
+    assert attention == 50 * 4 * 37_810**2 * 7168
+    # An H200 took 8.51 s (FlashAttention-2) and 6.35 s (cuDNN) for this step; the plan must be of that size.
+    for attention_name, seconds in (("fa2", 8.51), ("cudnn", 6.35), ("kitchen", 7.14)):
+        assert step.estimate_step_s(model, job, attention_name, 773.0, 3.84) == pytest.approx(seconds, rel=0.05)
+
+
+# ---------------------------------------------------------------------------------------------------------- measuring
+def test_measure_returns_the_value_and_a_time():
+    value, sample = harness.measure(lambda: 41 + 1, CPU)
+    assert value == 42 and sample.ms >= 0 and sample.host_ms == sample.ms and sample.peak_bytes == 0
+
+
+def test_alternate_takes_turns_and_reverses_every_second_round():
+    order, seen = [], []
+
+    def case(name):
+        @contextlib.contextmanager
+        def enter():
+            order.append(f"+{name}")
+            yield lambda: order.append(name) or name
+            order.append(f"-{name}")
+
+        return enter
+
+    samples = harness.alternate({"a": case("a"), "b": case("b")}, 3, CPU, lambda *what: seen.append(what))
+    assert [word for word in order if word[0] not in "+-"] == ["a", "b", "b", "a", "a", "b"]
+    assert order[:3] == ["+a", "a", "-a"]
+    assert seen == [("a", 0, "a"), ("b", 0, "b"), ("b", 1, "b"), ("a", 1, "a"), ("a", 2, "a"), ("b", 2, "b")]
+    assert {name: len(values) for name, values in samples.items()} == {"a": 3, "b": 3}
+
+
+def test_summary():
+    result = harness.summary([3.0, 1.0, 2.0])
+    assert result == {"median": 2.0, "min": 1.0, "max": 3.0, "n": 3, "values": [3.0, 1.0, 2.0]}
+    with pytest.raises(ValueError, match="never run"):
+        harness.summary([])
+
+
+def test_sha256_sees_every_bit_dtype_and_shape():
+    base = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    flipped = base.clone()
+    flipped.view(torch.int32)[1, 2] ^= 1
+    variants = [base, flipped, base.reshape(4, 3), base.to(torch.bfloat16), -base, base * 0, base * -0.0]
+    hashes = [harness.sha256([tensor]) for tensor in variants]
+    assert len(set(hashes)) == len(hashes)
+    assert harness.sha256([base.t().contiguous().t()]) == hashes[0], "strides are no part of the value"
+    assert harness.sha256([base, flipped]) != harness.sha256([flipped, base])
+
+
+def test_differing_counts_bytes_not_values():
+    a = torch.tensor([0.0, 1.0, float("nan")])
+    assert harness.differing(a, a.clone()) == 0, "the same NaN is no difference"
+    assert harness.differing(a, torch.tensor([-0.0, 1.0, float("nan")])) == 1
+    with pytest.raises(ValueError, match="cannot compare"):
+        harness.differing(a, a.to(torch.bfloat16))
+
+
+# -------------------------------------------------------------------------------------------------------------- results
+def result_with(kind, rows):
+    result = harness.start_result(kind, CPU, ["--reps", "1"], "0.33.0")
+    result["rows"] = rows
+    return result
+
+
+def step_row(**changes):
+    times = harness.summary([2.0, 1.0])
+    row = {
+        "model": "tiny", "blocks": 3, "weights": "bf16", "shape": "tiny", "rows": 31, "attention": "fa2",
+        "candidate": "stock", "first_call_ms": 3.0, "ms": times, "host_ms": times, "resident_bytes": 0, "peak_bytes": 0,
+        "sha256": "0" * 64, "repeatable": True, "equal_to_stock": True, "finite": True, "errors": [], "report": None,
+        "speedup": {"of_medians": 1.0, "per_round": times}, "dispatch": None,
+    }  # fmt: skip
+    return row | changes
+
+
+def test_results_follow_the_schema(tmp_path):
+    jsonschema.Draft202012Validator.check_schema(json.loads(harness.SCHEMA.read_text()))
+    result = result_with("step", [step_row(), {**step_row(), "candidate": None, "skipped": "needs a CUDA device"}])
+    harness.write_result(result, tmp_path / "deep" / "a.json")
+    assert json.loads((tmp_path / "deep" / "a.json").read_text()) == result
+    assert not list(tmp_path.rglob("*.part"))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda result: result["rows"][0].pop("sha256"),
+        lambda result: result["rows"][0].update(attention="magic"),
+        lambda result: result["rows"][0]["ms"].update(n=0),
+        lambda result: result["environment"].pop("source_sha256"),
+        lambda result: result.update(clock="sundial"),
+        lambda result: result.update(speed_valid=True),
+    ],
+)
+def test_the_schema_refuses(spoil):
+    result = result_with("step", [step_row()])
+    harness.validate(result)
+    spoil(result)
+    with pytest.raises(jsonschema.ValidationError):
+        harness.validate(result)
+
+
+def test_committed_results_follow_the_schema():
+    for path in sorted(harness.RESULTS.glob("*.json")):
+        harness.validate(json.loads(path.read_text(encoding="utf-8")))
+
+
+def test_measurements_survive_a_failure_and_odd_numbers(tmp_path):
+    result = result_with("kernels", [{"op": "gate", "rel": float("nan")}])
+    with pytest.raises(KeyError), harness.guarded(result, tmp_path / "r.json"):
+        raise KeyError("late")
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert written["rows"] == [{"op": "gate", "rel": "nan"}] and "late" in written["error"]
+
+
+def test_a_cpu_result_says_that_its_times_mean_nothing():
+    result = result_with("step", [])
+    assert result["clock"] == "wall" and result["speed_valid"] is False
+    assert result["environment"]["device"] == "cpu" and len(result["environment"]["source_sha256"]) == 64
+
+
+def test_ceilings_are_positive_numbers():
+    rates = harness.ceilings(CPU, 32, 64)
+    assert all(value > 0 for value in rates.values())
+    assert rates["rows"] == 32 and rates["hidden"] == 64
+
+
+def test_power_log_counts_busy_samples_only():
+    lines = ["640.0, 700.00, 1755, 100, 55, Active", "120.0, 700.00, 1980, 3, 40, Not Active",
+             "650.0, 700.00, 1805, 97, 57, Not Active", "[N/A], 700, 1, 100, 1, Active", "6"]  # fmt: skip
+    power = harness.PowerLog.summarise(lines)
+    assert power["busy_samples"] == 2 and power["power_capped_share"] == 0.5
+    assert power["power_W"] == {"mean": 645.0, "max": 650.0, "limit": 700.0}
+    assert power["sm_clock_MHz"]["min"] == 1755.0
+    assert harness.PowerLog.summarise([]) == {"busy_samples": 0}
+
+
+def test_power_log_needs_no_nvidia_smi():
+    result = {"power": None}
+    with harness.PowerLog(CPU, result):
+        pass
+    assert result["power"] is None
+
+
+def test_compare_pairs_rows_and_names_unequal_bytes(tmp_path, capsys):
+    slow = result_with("step", [step_row(ms=harness.summary([4.0])), step_row(weights="int8")])
+    fast = result_with("step", [step_row(ms=harness.summary([2.0]), sha256="1" * 64)])
+    assert compare.compare(slow, fast) == [("tiny 3 bf16 tiny 31 fa2 stock", 4.0, 2.0, 2.0, False)]
+    for name, result in (("a", slow), ("b", fast)):
+        harness.write_result(result, tmp_path / name)
+    assert compare.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "say nothing about speed" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------------- step and gates
+def test_configurations_build_each_model_once_and_large_jobs_first():
+    chosen = step.arguments(["--weights", "int8,bf16", "--attention", "fa2,cudnn", "--shape", "small,canonical"])
+    order = [(weights, job.name, attention) for weights, job, attention in step.configurations(chosen)]
+    assert order[:4] == [("bf16", "canonical", "fa2"), ("bf16", "canonical", "cudnn"), ("bf16", "small", "fa2"),
+                         ("bf16", "small", "cudnn")]  # fmt: skip
+    assert [entry[0] for entry in order] == ["bf16"] * 4 + ["int8"] * 4
+
+
+def test_only_names_the_pairs():
+    chosen = step.arguments(["--only", "int8:kitchen,bf16:fa2"])
+    assert [(w, a) for w, _, a in step.configurations(chosen)] == [("bf16", "fa2"), ("int8", "kitchen")]
+    with pytest.raises(SystemExit, match="bf16:magic"):
+        step.configurations(step.arguments(["--only", "bf16:magic"]))
+
+
+def test_the_plan_adds_up(capsys):
+    chosen = ["--plan", "--attention", "fa2,cudnn", "--reps", "2"]
+    assert step.main(chosen) == 0
+    plan = json.loads(capsys.readouterr().out)
+    entries = plan["plan"]
+    assert [entry["calls"] for entry in entries] == [6, 6]  # (1 warm-up + 2 rounds) x (stock, exact)
+    assert plan["estimated_s"] == pytest.approx(sum(entry["estimated_s"] for entry in entries) + 10, abs=0.11)
+
+
+@pytest.mark.parametrize("argv", [["--reps", "0"], ["--warmup", "0"], ["--candidates", "stock,magic"]])
+def test_step_refuses_what_would_measure_nothing(argv, capsys):
+    with pytest.raises(SystemExit):
+        step.arguments(argv)
+    assert "usage" in capsys.readouterr().err
+
+
+def test_option_values_are_json_or_words():
+    assert step.option('features={"rope": false}') == ("features", {"rope": False})
+    assert step.option("mode=exact") == ("mode", "exact")
+
+
+def test_dispatch_counts_what_stock_did():
+    account = {"ops": {"gate": {"fused": {"cuda": 3}, "stock": {"small": 1}}}, "stepped_aside": None}
+    assert candidates.dispatch(account) == {"fused": 3, "stock": 1, "why_stock": {"gate: small": 1}}
+    assert not candidates.stood_by({"dispatch": candidates.dispatch(account)})
+    aside = candidates.dispatch({"ops": {}, "stepped_aside": "unknown core"})
+    assert candidates.stood_by({"dispatch": aside}) and aside["why_stock"] == {"everything": "unknown core"}
+    assert candidates.dispatch(None) is None and not candidates.stood_by({"dispatch": None})
+
+
+def test_watched_blocks():
+    assert trajectory.watched_blocks(50) == (0, 24, 49)
+    assert trajectory.watched_blocks(3) == (0, 1, 2)
+
+
+def test_gates_keep_their_order():
+    assert trajectory.arguments(["--gates", "full,bytes"]).gates == ["bytes", "full"]
+
+
+# ----------------------------------------------------------------------------------------------------------- the block
+MODEL = shapes.MODELS["h3"]
+
+
+def operator(name, *dims, start=0.0, end=1.0):
+    return block.Operator(name, start, end, 1, [list(shape) for shape in dims])
+
+
+S = 37_810
+
+
+@pytest.mark.parametrize(
+    ("chain", "kernel", "group"),
+    [
+        ([operator("aten::linear", (S, 5376), (21504, 5376), ())], "nvjet_tst_256x128", "qkv GEMM"),
+        ([operator("aten::linear", (S, 14336), (5376, 14336)), operator("aten::mm", (S, 14336), (14336, 5376))], "gemm", "fc2 GEMM"),
+        ([operator("aten::linear", (S, 5376), (28672, 5376))], "convrot_quant_rowwise_kernel", "quantise"),
+        ([operator("aten::linear", (S, 5376), (28672, 5376))], "cutlass::Kernel<DefaultGemmWithVisitor, dequant>", "fc1 GEMM"),
+        ([], "cutlass::Kernel2<gemm>", "fc2 GEMM"),
+        ([], "swiglu_convrot_quant_kernel", "activation + quantise"),
+        ([operator("h3_vortex::int8_linear", (S, 14336), (S, 1), (5376, 14336))], "cutlass::gemm", "fc2 GEMM"),
+        ([operator("aten::mul_", (S - 514, 5376), (5376,))], "elementwise_kernel", "modulation"),
+        ([operator("aten::add_", (100, 5376), (5376,), ())], "elementwise_kernel", "modulation"),
+        ([operator("aten::addcmul_", (S, 5376), (S, 5376), (5376,), ())], "elementwise_kernel", "gate"),
+        ([operator("aten::add", (5376,), (), ())], "elementwise_kernel", "other"),
+        ([operator("aten::rms_norm", (S, 5376), (), (5376,))], "vectorized_layer_norm_kernel", "norm"),
+        ([operator("aten::silu", (S, 14336))], "elementwise_kernel", "activation"),
+        ([operator("aten::mul_", (S, 14336), (S, 14336))], "elementwise_kernel", "activation"),
+        ([operator("comfy_kitchen::rms_rope_split_half_", (1, S, 56, 128))], "rms_rope_kernel", "rope"),
+        ([operator("aten::scaled_dot_product_attention", (1, 56, S, 128))], "flash_fwd_kernel", "attention"),
+        ([], "_attn_fwd", "attention"),
+        ([], "quant_per_block_int8_kernel", "attention: quantise"),
+        ([operator("aten::clone", (S, 56, 128), ())], "elementwise_kernel", "copies"),
+        ([operator("aten::linear", (2, 8), (96768, 8), (96768,))], "gemv", "adaln"),
+        ([operator("h3_vortex::gate_norm_modulate", (S, 5376))], "norm_modulate_kernel", "gate + norm + modulation"),
+        ([operator("h3_vortex::qk_norm_rope", (1, S, 56, 128))], "qk_norm_rope", "rope"),
+    ],
+)  # fmt: skip
+def test_kernels_are_sorted_by_what_launched_them(chain, kernel, group):
+    assert block.classify(chain, kernel, MODEL) == group
+
+
+def test_a_cast_of_the_weight_is_no_product():
+    assert block.gemm_of(operator("aten::to", (21504, 5376), ()), MODEL) is None
+    assert block.gemm_of(operator("aten::copy_", (21504, 5376), (21504, 5376)), MODEL) is None
+
+
+def trace(blocks):
+    """A CUDA trace of ``blocks`` blocks: a QKV product of 2 ms, then a gate of 1 ms, launched inside their operators."""
+    events, correlation = [], 0
+    for index in range(blocks):
+        for at, name, dims, kernel, duration in (
+            (0, "aten::linear", [[S, 5376], [21504, 5376], []], "nvjet", 2000.0),
+            (1, "aten::mm", [[S, 5376], [5376, 21504]], None, 0),
+            (50, "aten::addcmul_", [[S, 5376], [S, 5376], [5376], []], "elementwise_kernel", 1000.0),
+        ):
+            start = 100.0 * index + at
+            length = 20 if name == "aten::linear" else 10
+            events.append({"cat": "cpu_op", "name": name, "ts": start, "dur": length, "tid": 7,
+                           "args": {"Input Dims": dims}})  # fmt: skip
+            if kernel:
+                correlation += 1
+                events.append({"cat": "cuda_driver", "name": "cuLaunchKernel", "ts": start + 2, "dur": 1, "tid": 7,
+                               "args": {"correlation": correlation}})  # fmt: skip
+                events.append({"cat": "kernel", "name": kernel, "ts": 10_000 + start, "dur": duration, "tid": 0,
+                               "args": {"correlation": correlation}})  # fmt: skip
+    return events
+
+
+def test_a_block_is_what_lies_between_two_qkv_products():
+    windows = block.blocks_of(*block.read_trace(trace(4), "cuda"), MODEL)
+    assert len(windows) == 3
+    groups, kernels = block.tabulate(windows)
+    assert groups == {"qkv GEMM": 2.0, "gate": 1.0}
+    assert kernels[0] == {"group": "qkv GEMM", "name": "nvjet", "ms": 2.0, "launches": 1}
+
+
+def test_a_trace_without_launches_is_refused():
+    events = [event for event in trace(3) if event["cat"] != "cuda_driver"]
+    with pytest.raises(RuntimeError, match="no launch"):
+        block.read_trace(events, "cuda")
+
+
+def test_one_block_is_not_enough():
+    with pytest.raises(RuntimeError, match="at least two blocks"):
+        block.tabulate(block.blocks_of(*block.read_trace(trace(1), "cuda"), MODEL))
+    with pytest.raises(SystemExit):
+        block.arguments(["--blocks", "1"])
