@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from comfy_api.latest import io
 
+from ..kernels import attention as attentions
 from ..kernels.patch.comfyui import Features, accelerate, report
 from . import checks
 
 NODE = "H3 Accelerate"
-ATTENTION_LABELS = {"stock (exact)": "stock"}
 SWITCHES = {
     "norm": "RMSNorm, modulation and the gate in front of them in one pass.",
     "gate": "The gated residual in one pass over all segments.",
@@ -41,9 +41,10 @@ class H3VortexAccelerate(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "attention",
-                    options=list(ATTENTION_LABELS),
-                    default="stock (exact)",
-                    tooltip="stock: the attention that ComfyUI's flags, nodes or the checkpoint chose.",
+                    options=list(attentions.CHOICES),
+                    default=attentions.STOCK,
+                    tooltip="stock: the attention that ComfyUI's flags, nodes or the checkpoint chose. fastest dense: the installed "
+                    "backends, timed once on this GPU at this shape; not stock's bytes, error shown. A name: that backend, or an error.",
                 ),
                 *(
                     io.Boolean.Input(name, default=True, advanced=True, tooltip=f"{text} Only read in advanced mode.")
@@ -64,8 +65,8 @@ class H3VortexAccelerate(io.ComfyNode):
         checks.h3_model(NODE, "model", model)
         if mode == "off":
             return io.NodeOutput(model, json.dumps({"mode": "off"}))
-        if attention not in ATTENTION_LABELS:
-            raise ValueError(f"{NODE}: attention {attention!r} is not one of {', '.join(ATTENTION_LABELS)}: choose one of them")
+        if attention not in attentions.CHOICES:
+            raise ValueError(f"{NODE}: attention {attention!r} is not one of {', '.join(attentions.CHOICES)}: choose one of them")
         features = replace(Features(), **switches) if mode == "advanced" else Features()
-        patched = accelerate(model, features, ATTENTION_LABELS[attention], mode)
+        patched = accelerate(model, features, attention, mode)
         return io.NodeOutput(patched, json.dumps(report(patched)))

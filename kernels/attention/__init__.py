@@ -4,7 +4,8 @@
 """
 
 from .backend import EXACTNESS, AttentionUnavailable
+from .environment import Environment
 from .planning import Host, Plan, plan
 from .registry import CHOICES, FASTEST, STOCK
 
-__all__ = ["CHOICES", "EXACTNESS", "FASTEST", "STOCK", "AttentionUnavailable", "Host", "Plan", "plan"]
+__all__ = ["CHOICES", "EXACTNESS", "FASTEST", "STOCK", "AttentionUnavailable", "Environment", "Host", "Plan", "plan"]

@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 import torch
 
+from .. import attention as attentions
 from . import checks, eligibility, ops, verification
 from .core import MODEL, UnknownCore, compiler_off, probe
 from .ops import Features
@@ -17,36 +18,37 @@ from .report import Session, timed_run
 from .runner import ModelCall
 
 KEY = "h3_vortex"
-ATTENTION = ("stock",)
 
 __all__ = ["Features", "accelerate", "report"]
 
 
-def accelerate(patcher, features: Features | None = None, attention: str = "stock", mode: str = "exact"):
-    """A clone of ``patcher`` whose MiniMax H3 blocks run this pack's ops: the same bytes as stock.
+def accelerate(patcher, features: Features | None = None, attention: str = attentions.STOCK, mode: str = "exact"):
+    """A clone of ``patcher`` whose MiniMax H3 blocks run this pack's ops: with stock's attention, the same bytes as stock.
 
     Args:
         patcher: ComfyUI ModelPatcher of a MiniMax H3 model, from any loader, with or without LoRAs; not changed.
         features: which fusions may run; default all of them (class E0).
-        attention: ``stock`` keeps the attention that ComfyUI selected, by flag, node or checkpoint.
+        attention: one of :data:`..attention.CHOICES`. ``stock (exact)`` keeps what ComfyUI selected, by flag, node or checkpoint.
         mode: a word for the report.
 
     Returns:
         The clone. On a core this pack does not know it runs unpatched and its report says why.
 
     Raises:
-        ValueError: ``attention`` is not one of :data:`ATTENTION`; ``patcher`` holds another model than MiniMax H3.
+        ValueError: unknown ``attention``; ``patcher`` holds another model than MiniMax H3.
+        AttentionUnavailable: an attention backend by name that this machine cannot run.
     """
-    if attention not in ATTENTION:
-        raise ValueError(f"attention must be one of {', '.join(ATTENTION)}, got {attention!r}")
+    attentions.plan(attention)
     clone = patcher.clone()
     session = Session(mode, attention)
     clone.set_attachments(KEY, session)
     try:
         core = probe()
     except UnknownCore as error:
+        _insist(attention, str(error))
         session.step_aside(str(error))
         return clone
+    attentions.plan(attention, env=attentions.Environment.of(core.management.get_torch_device()))
     model = clone.model.diffusion_model
     if not core.is_h3(model):
         raise ValueError(f"H3 Vortex accelerates MiniMax H3 models, got a {type(model).__name__}: connect an H3 diffusion model")
@@ -105,12 +107,14 @@ def _model_wrapper(core, session, features):
         model = executor.class_obj
         reason = _model_problem(core, session, features, model, x, context)
         if reason is not None:
+            _insist(session.attention_choice, reason)
             session.step_aside(reason)
             return executor(x, timestep, context, transformer_options, *args, **kwargs)
         session.stepped_aside = None
         session.device = verification.device_name(x[0].device)
-        call = ModelCall(core, session, features, _row_buffer(x, args, kwargs))
         options = transformer_options.copy()
+        layout, plan = _layout(args, kwargs), _run_plan(core, session, model, options, x[0].device)
+        call = ModelCall(core, session, features, _row_buffer(x, layout), plan, _prefix_rows(layout))
         options["patches_replace"] = replaced = dict(options.get("patches_replace", {}))
         replaced["dit"] = _block_replacements(call, model.blocks, replaced.get("dit", {}))
         try:
@@ -141,11 +145,41 @@ def _replacement(call, block, previous):
     return chained
 
 
-def _row_buffer(x, args, kwargs) -> torch.Tensor | None:
-    """Scratch for the row map, allocated here so that no block owns it; the core builds the packed layout before sampling."""
+def _insist(choice: str, reason: str) -> None:
+    """Raise when stock would run in place of an attention backend that was asked for by name."""
+    if choice not in (attentions.STOCK, attentions.FASTEST):
+        raise attentions.AttentionUnavailable(f"H3 attention: {choice} was asked for, but: {reason}. Choose {attentions.STOCK!r}")
+
+
+def _run_plan(core, session, model, options, device):
+    """The attention plan of the run that this model call belongs to."""
+    with session.lock:
+        if device not in session.attention_plans:
+            name, source = core.attention_function(model.blocks[0].attn, options)
+            host = attentions.Host(
+                override=f"an attention override ({name})" if source == "override" else None,
+                declared=name if source == "checkpoint" else None)
+            session.attention_plans[device] = attentions.plan(
+                session.attention_choice, host=host, pause=core.pause, env=attentions.Environment.of(device))
+        return session.attention_plans[device]
+
+
+def _layout(args, kwargs):
+    """The packed layout that the core built before sampling, or None."""
     payload = kwargs.get("minimax_payload") or (args[0] if args and isinstance(args[0], dict) else {})
-    length = getattr(payload.get("layout"), "seq_len", None)
+    return payload.get("layout")
+
+
+def _row_buffer(x, layout) -> torch.Tensor | None:
+    """Scratch for the row map, allocated here so that no block owns it."""
+    length = getattr(layout, "seq_len", None)
     return None if length is None else torch.empty(length, dtype=torch.int32, device=x[0].device)
+
+
+def _prefix_rows(layout) -> int:
+    """Rows ahead of the target video, the last segment of the packed sequence."""
+    segments = getattr(layout, "segments", None)
+    return segments[-1][0] if segments else 0
 
 
 def _model_problem(core, session, features, model, x, context) -> str | None:

@@ -180,7 +180,7 @@ class Core:
     # -- attention ---------------------------------------------------------------------------------------------------------------
 
     def attend(self, attn, qkv: list[torch.Tensor], options) -> torch.Tensor:
-        """``optimized_attention`` on three ``[S, heads, D]`` tensors, called as ``Attention.forward`` calls it.
+        """``optimized_attention`` on three ``[S, heads, D]`` tensors (any number of heads), called as ``Attention.forward`` calls it.
 
         ``qkv`` is emptied: whoever takes the tensors out of their boxes is then their only owner and can free them early.
 
@@ -190,8 +190,9 @@ class Core:
         keywords = {"mask": None, "skip_reshape": True, "transformer_options": options}
         if self.prefers_attention and hasattr(attn, "comfy_attention"):
             keywords["preferred_attention"] = attn.comfy_attention
+        heads = qkv[0].shape[1]
         boxes = [self.model.AttentionTensorContainer(qkv.pop(0).transpose(0, 1).unsqueeze(0)) for _ in range(3)]
-        return self.model.optimized_attention(*boxes, attn.heads, **keywords).squeeze(0)
+        return self.model.optimized_attention(*boxes, heads, **keywords).squeeze(0)
 
     def attention_function(self, attn, options) -> tuple[str, str]:
         """(name, origin) of the function that :meth:`attend` ends in; origin is ``override``, ``checkpoint`` or ``core``."""

@@ -53,6 +53,7 @@ class Session:
         self.total, self.run = Calls(), Calls()
         self.calls = self.run_calls = self.rows = 0
         self.attention: dict = {}
+        self.attention_plans: dict = {}  # this run's, by device; made at its first model call
         self.stepped_aside: str | None = None
         self.device: str | None = None
         self.core: str | None = None
@@ -63,7 +64,7 @@ class Session:
 
     def start_run(self) -> None:
         with self.lock:
-            self.run, self.run_calls = Calls(), 0
+            self.run, self.run_calls, self.attention_plans = Calls(), 0, {}
 
     def finish_call(self, calls: Calls, rows: int) -> None:
         with self.lock:

@@ -27,10 +27,13 @@ class ModelCall:
         session: where counts and verdicts are reported.
         features: :class:`.ops.Features`.
         row_buffer: int32 scratch for the row map, allocated by the wrapper, or None when the sequence length is not known yet.
+        plan: the run's attention (:mod:`..attention`), or None for what ComfyUI would run.
+        prefix_rows: rows ahead of the target video.
     """
 
-    def __init__(self, core, session: Session, features: ops.Features, row_buffer: torch.Tensor | None):
+    def __init__(self, core, session: Session, features: ops.Features, row_buffer: torch.Tensor | None, plan=None, prefix_rows: int = 0):
         self.core, self.session, self.features = core, session, features
+        self.plan, self.prefix_rows = plan, prefix_rows
         self.calls = Calls()
         self.rows_seen = 0
         self._row_buffer = row_buffer
@@ -220,6 +223,8 @@ class ModelCall:
             self.core.kitchen.rms_rope_split_half_(
                 q[None], k[None], rope, q_weight, k_weight, epsilon=attn.q_norm.eps, rot_dim=rope.shape[-3] * 2)
         options = args["transformer_options"]
+        if self.plan is not None and not self.plan.is_stock:
+            return self._planned_attention(attn, q, k, v, options)
         self.session.attention = self._describe_attention(attn, options)
         if self.core.clones_v and not self._v_may_be_a_view(attn, v, options):
             v = v.clone()
@@ -227,9 +232,26 @@ class ModelCall:
         del q, k, v
         return self.core.attend(attn, heads, options)
 
+    def _planned_attention(self, attn, q, k, v, options) -> torch.Tensor:
+        # decided before the plan pauses the allocation graph: a verdict on v pauses it too, and pauses do not nest
+        copy_v = self.plan.backend is None and self.core.clones_v and not self._v_may_be_a_view(attn, v, options)
+
+        def stock(q, k, v):
+            return self.core.attend(attn, [q[0], k[0], v[0].clone() if copy_v else v[0]], options)
+
+        out = self.plan(q[None], k[None], v[None], stock, self.prefix_rows)
+        self.session.attention = self._describe_attention(attn, options)
+        return out
+
     def _describe_attention(self, attn, options) -> dict:
         name, source = self.core.attention_function(attn, options)
-        return {"backend": name, "chosen_by": source, "class": "E0"}
+        told = {"backend": name, "chosen_by": source, "class": "E0"}
+        if self.plan is not None:
+            report = self.plan.report()
+            if not self.plan.is_stock:
+                told = {"backend": report["backend"], "chosen_by": "this node", "class": report["exactness"]}
+            told |= {key: report[key] for key in ("why", "copies", "relative_error", "measured") if report[key]}
+        return told
 
     def _v_may_be_a_view(self, attn, v, options) -> bool:
         name, source = self.core.attention_function(attn, options)
