@@ -22,7 +22,7 @@ from . import environment, interpreter, locate
 HELP = "run every test tier that this machine can"
 ROOT = Path(__file__).resolve().parent.parent
 TIERS = ("unit", "host", "gpu", "blackwell")
-TOOLS = ("pytest", "hypothesis")
+TOOLS = ("pytest", "hypothesis", "jsonschema")
 # Not `python -m pytest`: that puts the working directory, and so the pack's nodes/, on sys.path.
 PYTEST = """
 import sys
