@@ -76,7 +76,7 @@ def main(argv):
                     tflops = 2 * m * n * k / 1e9
                     row = {"layer": layer, **outcome.as_dict(), "candidates": [
                         {"config": c.config.as_dict(), "origin": c.origin, "verdict": c.verdict, "ms": c.ms,
-                         "TFLOPs": tflops / c.ms if c.ms else None} for c in outcome.candidates]}
+                         "TFLOPs": tflops / c.ms if c.ms else None} for c in outcome.candidates if c.verdict != "not tried"]}
                     result["rows"].append(row)
                     log(f"{layer:8} {problem}: {row['exact']} exact, {row['differs']} differ of {row['tried']}; stock", outcome.stock_ms,
                         "best", outcome.best_ms, "->", outcome.reason)
