@@ -51,6 +51,8 @@ def run(args):
     required = set(filter(None, os.environ.get("H3_REQUIRE", "").split(",")))
     if required - set(TIERS):
         raise environment.SetupError(f"H3_REQUIRE={','.join(sorted(required))}: the tiers are {', '.join(TIERS)}")
+    if not (ROOT / "tests").is_dir():
+        raise environment.SetupError(f"{ROOT} has no tests/: the registry's archive leaves them out; clone the repository.")
     tree = locate.find_comfyui(args.comfyui)
     python, extra = test_python(tree, args.python)
     device = json.loads(environment.output(python, PROBE))
