@@ -1,20 +1,16 @@
 // swiglu of [gate | up] rows, packed as NVFP4; with PACK 0 the amax pass in front of it. The activation is computed in both passes.
 //
-// Defines besides those of nvfp4.cuh: FAST_SILU. 0: torch's own silu, g / (1 + expf(-g)). 1: two approximate instructions; its result is rounded
-// to bf16, and the Python side has compared all 65536 inputs with torch on this very chip before choosing it.
+// Defines besides those of nvfp4.cuh: FAST_SILU, chosen when its bf16 equals torch's for every input on the device at hand (silu.cuh).
 #include "common.cuh"
 #include "nvfp4.cuh"
+#include "silu.cuh"
 
-DEV float silu(float g) {
 #if FAST_SILU
-  float e;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(g, -1.4426950408889634f)));
-  return __fmul_rn(__fmul_rn(g, 0.25f), rcpz(__fmaf_rn(e, 0.25f, 0.25f)));  // a quarter of everything: the reciprocal stays above the flushed range
+#define SILU silu_fast
 #else
-  return __fdiv_rn(g, __fadd_rn(1.0f, expf(-g)));
+#define SILU silu_exact
 #endif
-}
-DEV u32 swiglu2(u32 gate, u32 up) { return bmul(pk(silu(lo(gate)), silu(hi(gate))), up); }
+DEV u32 swiglu2(u32 gate, u32 up) { return bmul(pk(SILU(lo(gate)), SILU(hi(gate))), up); }
 DEV uint4 swiglu8(uint4 gate, uint4 up) {
   return make_uint4(swiglu2(gate.x, up.x), swiglu2(gate.y, up.y), swiglu2(gate.z, up.z), swiglu2(gate.w, up.w));
 }

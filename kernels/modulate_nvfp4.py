@@ -2,16 +2,16 @@
 
 ``modulate_nvfp4`` is ``nvfp4_quantize(modulate(h))``, ``norm_modulate_nvfp4`` starts from the un-normed stream, and
 ``gate_norm_modulate_nvfp4`` first adds the gated branch to the stream in place: the three inputs a block's QKV and FC1 layers can have. The
-modulated tensor is never written. Stock runs (norm,) ``mul_``, ``add_``, ``abs``, ``amax``, a division and ``quantize_nvfp4``. With a dynamic
-tensor scale two passes remain: one for the amax (keeping one fp32 ``rstd`` per row in the norm forms), one that recomputes and packs;
-with a given ``tensor_scale`` one pass. comfy-kitchen has no such fusion for NVFP4.
+modulated tensor is never written. Stock runs (norm,) ``mul_``, ``add_``, ``abs``, ``amax``, a division and ``quantize_nvfp4``. With a
+dynamic tensor scale two passes remain: one for the amax (keeping one fp32 ``rstd`` per row in the norm forms), one that recomputes and
+packs; with a given ``tensor_scale`` one pass. comfy-kitchen has no such fusion for NVFP4.
 """
 
 import torch
 
-from . import gate_norm_modulate, modulate, norm_modulate, nvfp4_quantize, segments
-from .dispatch import Op
-from .nvfp4_quantize import Triple, fake_triple, keep_scale, own_scale, stock_contract
+from . import gate_norm_modulate, modulate, norm_modulate, nvfp4_quantize, nvrtc, rules, segments
+from .dispatch import Op, Planned
+from .nvfp4_quantize import CUDA_CONTRACT, Strip, Triple, block_columns, empty_triple, fake_triple, keep_scale, own_scale, stock_contract
 
 # ---- modulate_nvfp4 -------------------------------------------------------------------------------------------------------------
 
@@ -29,6 +29,42 @@ def check(h, shift, scale, rows, tensor_scale, contract) -> None:
 
 
 OP = Op("modulate_nvfp4", reference, ("h", "shift", "scale", "rows", "tensor_scale", "contract"), check)
+
+
+def _strip(x, shift, normed: bool, dynamic: bool) -> Strip:
+    return Strip(
+        "modulate_nvfp4", ("PPPPPP", "qqq"), x.shape, x.get_device(), dynamic,
+        amax_pass=not normed, NORM=normed, TABLE_F32=shift.dtype == torch.float32,
+    )
+
+
+def _plan_cuda(h, shift, scale, rows, tensor_scale, contract):
+    if h.shape[0] == 0:
+        return lambda h, shift, scale, rows, tensor_scale, contract: empty_triple(h, h.shape[1], tensor_scale)
+    strip = _strip(h, shift, normed=False, dynamic=tensor_scale is None)
+    device, strides = h.device, (h.stride(0), scale.stride(0), shift.stride(0))
+
+    def launch(h, shift, scale, rows, tensor_scale, contract):
+        before = h.data_ptr(), 0, 0, scale.data_ptr(), shift.data_ptr(), rows.data_ptr()
+        return strip(device, tensor_scale, before, strides)
+
+    return launch
+
+
+def _run_triton(h, shift, scale, rows, tensor_scale, contract):
+    from .triton_ops import modulate_nvfp4 as kernels
+
+    return kernels.modulate_nvfp4(h, shift, scale, rows, tensor_scale)
+
+
+_DTYPES = {"h": rules.BF16, "shift": rules.TABLE, "scale": rules.TABLE}
+OP.add_backend(
+    "cuda", Planned(_plan_cuda),
+    rules.cuda(
+        _DTYPES, CUDA_CONTRACT, block_columns("h"), rules.one_table_dtype("shift", "scale"), rules.vector_rows("h", "shift", "scale")
+    ),
+)
+OP.add_backend("triton", _run_triton, rules.triton(_DTYPES, CUDA_CONTRACT, block_columns("h"), rules.dense("h", "shift", "scale")))
 
 
 def modulate_nvfp4(
@@ -91,6 +127,67 @@ NORM_OP = Op(
 )
 
 
+class _NormedRows:
+    """Launches of the norm forms: ``norm_modulate_nvfp4.cu``, and for a dynamic tensor scale the strip kernel after it."""
+
+    def __init__(self, x, shift, gated: bool, dynamic: bool):
+        self.tokens, width = x.shape
+        self.dynamic = dynamic
+        self.strip = _strip(x, shift, normed=True, dynamic=True) if dynamic else None
+        registers = 4 * -(-width // 512) + 40 + (20 if gated else 0)  # the row's share of a thread, the residual's loads ahead, the rest
+        self.grid = self.tokens if dynamic else nvfp4_quantize.padded(*x.shape)[2]
+        self.columns = width
+        self.rows_kernel = nvrtc.kernel(
+            "norm_modulate_nvfp4", "PPPPPPPPPPPPqqqqqif", x.get_device(), K=width, N=width, GATE=gated, PACK=not dynamic, DYNAMIC=dynamic,
+            TABLE_F32=shift.dtype == torch.float32, AHEAD=norm_modulate.AHEAD, MIN_BLOCKS=min(16, 65536 // (64 * registers)),
+        )
+
+    def __call__(self, x, other, gate, weight, shift, scale, rows, eps, tensor_scale) -> Triple:
+        device = x.device
+        pointers = (
+            x.data_ptr(), 0 if other is None else other.data_ptr(), 0 if gate is None else gate.data_ptr(), weight.data_ptr(),
+            scale.data_ptr(), shift.data_ptr(), rows.data_ptr(),
+        )
+        strides = (
+            x.stride(0), 0 if other is None else other.stride(0), 0 if gate is None else gate.stride(0), scale.stride(0), shift.stride(0),
+            self.tokens, eps,
+        )
+        if not self.dynamic:
+            qdata, scales = nvfp4_quantize.allocate(self.tokens, self.columns, device)
+            self.rows_kernel.launch(
+                self.grid, 64, *pointers, 0, 0, tensor_scale.data_ptr(), qdata.data_ptr(), scales.data_ptr(), *strides
+            )
+            return qdata, tensor_scale, scales.view(torch.float8_e4m3fn)
+        rstd = torch.empty(self.tokens, dtype=torch.float32, device=device)
+        amax = torch.zeros(1, dtype=torch.int32, device=device)
+        self.rows_kernel.launch(self.grid, 64, *pointers, rstd.data_ptr(), amax.data_ptr(), 0, 0, 0, *strides)
+        before = x.data_ptr(), weight.data_ptr(), rstd.data_ptr(), scale.data_ptr(), shift.data_ptr(), rows.data_ptr()
+        return self.strip(device, None, before, (x.stride(0), scale.stride(0), shift.stride(0)), amax)
+
+
+def _norm_plan_cuda(x, weight, shift, scale, rows, eps, tensor_scale, contract):
+    if x.shape[0] == 0:
+        return lambda x, weight, shift, scale, rows, eps, tensor_scale, contract: empty_triple(x, x.shape[1], tensor_scale)
+    launches = _NormedRows(x, shift, gated=False, dynamic=tensor_scale is None)
+
+    def launch(x, weight, shift, scale, rows, eps, tensor_scale, contract):
+        return launches(x, None, None, weight, shift, scale, rows, eps, tensor_scale)
+
+    return launch
+
+
+def _norm_constraints(*tables: str, other: tuple[str, ...] = ()):
+    names = "x", "weight", *other, *tables
+    return rules.cuda(
+        {name: rules.TABLE if name in tables else rules.BF16 for name in names},
+        CUDA_CONTRACT, rules.TORCH_RMS_NORM, block_columns("x"), rules.width("x", rules.MAX_NORM_WIDTH),
+        rules.one_table_dtype(*tables), rules.vector_rows(*names),
+    )
+
+
+NORM_OP.add_backend("cuda", Planned(_norm_plan_cuda), _norm_constraints("shift", "scale"))
+
+
 def norm_modulate_nvfp4(
     x: torch.Tensor, weight: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor, eps: float,
     tensor_scale: torch.Tensor | None = None, contract: str | None = None,
@@ -151,6 +248,20 @@ GATE_NORM_OP = Op(
     "gate_norm_modulate_nvfp4", gate_norm_reference,
     ("x", "other", "gate", "weight", "shift", "scale", "rows", "eps", "tensor_scale", "contract"), gate_norm_check,
 )
+
+
+def _gate_norm_plan_cuda(x, other, gate, weight, shift, scale, rows, eps, tensor_scale, contract):
+    if x.shape[0] == 0:
+        return lambda x, *rest: empty_triple(x, x.shape[1], rest[-2])
+    launches = _NormedRows(x, shift, gated=True, dynamic=tensor_scale is None)
+
+    def launch(x, other, gate, weight, shift, scale, rows, eps, tensor_scale, contract):
+        return launches(x, other, gate, weight, shift, scale, rows, eps, tensor_scale)
+
+    return launch
+
+
+GATE_NORM_OP.add_backend("cuda", Planned(_gate_norm_plan_cuda), _norm_constraints("gate", "shift", "scale", other=("other",)))
 
 
 def gate_norm_modulate_nvfp4(

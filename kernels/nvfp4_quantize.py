@@ -1,14 +1,14 @@
 """NVFP4 activations: bf16 ``[S, K]`` to E2M1 data, one E4M3 scale per 16 columns and one fp32 tensor scale, as comfy-kitchen packs them.
 
 Stock (``comfy.ops`` Linear) calls ``QuantizedTensor.from_float(x, "TensorCoreNVFP4Layout", scale=input_scale)``: ``abs``, ``amax`` and a
-division when there is no ``input_scale``, then ``comfy_kitchen.quantize_nvfp4``. kitchen's kernel is exact but takes scalar loads whenever the
-row count is not a multiple of 16, and the scale costs two more passes; hence this op. Its fused forms are :mod:`.modulate_nvfp4` and
-:mod:`.swiglu_nvfp4`.
+division when there is no ``input_scale``, then ``comfy_kitchen.quantize_nvfp4``. kitchen's kernel is exact but takes scalar loads whenever
+the row count is not a multiple of 16, and the scale costs two more passes; hence this op. Its fused forms are :mod:`.modulate_nvfp4`
+and :mod:`.swiglu_nvfp4`.
 
 **Which bytes.** kitchen's backends do not agree with each other (true division or an approximate reciprocal, signed zeros, NaN), so
 every op here carries a *contract*: the name of the kitchen backend whose bytes it gives. :func:`stock_contract` asks kitchen's registry
-which one it would run; ComfyUI leaves ``cuda`` on a CUDA 13 torch and ``eager`` elsewhere. The fast backends implement ``cuda`` only, so
-elsewhere the stock call itself runs. The ``cuda`` contract, in fp32 with subnormals flushed (``ftz``) and ``rcp`` the approximate reciprocal:
+which one it would run; ComfyUI leaves ``cuda`` on a CUDA 13 torch and ``eager`` elsewhere. The fast backends implement ``cuda``
+only, so elsewhere the stock call itself runs. The ``cuda`` contract, in fp32 with subnormals flushed, ``rcp`` the approximate reciprocal:
 
 1. Tensor scale ``g``: ``input_scale``, or ``amax|x| / 2688`` rounded to the dtype of ``x`` (bf16), then widened.
 2. Rows and columns are padded with +0 to multiples of 16; a block is 16 consecutive columns of one row.
@@ -22,7 +22,8 @@ import functools
 
 import torch
 
-from .dispatch import Op
+from . import nvrtc, rules
+from .dispatch import Op, Planned, Rule
 
 LAYOUT = "TensorCoreNVFP4Layout"
 SCALE_DIVISOR = 2688.0  # 448 * 6, the largest E4M3 times the largest E2M1
@@ -73,7 +74,7 @@ def reference(x: torch.Tensor, tensor_scale: torch.Tensor | None, contract: str)
     """
     x = x.contiguous()
     if x.shape[0] == 0:  # stock raises in amax; nothing to quantise is no error here
-        return _empty(x, tensor_scale)
+        return empty_triple(x, x.shape[1], tensor_scale)
     if contract == "cuda" and x.device.type != "cuda":
         return emulate_cuda(x, tensor_scale)
     with _kitchen().registry.use_backend(contract):
@@ -81,13 +82,10 @@ def reference(x: torch.Tensor, tensor_scale: torch.Tensor | None, contract: str)
     return qdata, params.scale, params.block_scale
 
 
-def _empty(x: torch.Tensor, tensor_scale: torch.Tensor | None) -> Triple:
-    m16, k16, scale_rows, scale_columns = padded(*x.shape)
-    scale = x.new_zeros((), dtype=torch.float32) if tensor_scale is None else tensor_scale
-    return (
-        x.new_empty(m16, k16 // 2, dtype=torch.uint8), scale,
-        x.new_zeros(scale_rows, scale_columns, dtype=torch.uint8).view(torch.float8_e4m3fn),
-    )
+def empty_triple(x: torch.Tensor, columns: int, tensor_scale: torch.Tensor | None) -> Triple:
+    """The result for no tokens; a dynamic tensor scale is 0."""
+    qdata, scales = allocate(0, columns, x.device)
+    return qdata, x.new_zeros((), dtype=torch.float32) if tensor_scale is None else tensor_scale, scales.view(torch.float8_e4m3fn)
 
 
 def _ftz(t: torch.Tensor) -> torch.Tensor:
@@ -152,6 +150,102 @@ def check(x, tensor_scale, contract) -> None:
 
 
 OP = Op("nvfp4_quantize", reference, ("x", "tensor_scale", "contract"), check)
+
+
+# ---- cuda -----------------------------------------------------------------------------------------------------------------------
+
+CUDA_CONTRACT = Rule(
+    "the cuda contract: stock quantises with another comfy-kitchen backend here, whose bytes only that backend gives",
+    lambda arguments: arguments["contract"] == "cuda",
+)
+
+
+def block_columns(name: str, halves: int = 1) -> Rule:
+    """Whole blocks of 16 columns in each of the ``halves`` of a row."""
+    step = 16 * halves
+    return Rule(f"the width of {name} to be a multiple of {step}", lambda a: a[name].shape[-1] % step == 0 and a[name].shape[-1] > 0)
+
+
+def allocate(tokens: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(qdata, block scales as uint8)``, uninitialised: the kernels write every byte, padding included."""
+    m16, k16, scale_rows, scale_columns = padded(tokens, columns)
+    return (
+        torch.empty((m16, k16 // 2), dtype=torch.uint8, device=device),
+        torch.empty((scale_rows, scale_columns), dtype=torch.uint8, device=device),
+    )
+
+
+class Strip:
+    """The launches of one strip kernel of ``csrc/nvfp4.cuh`` for one shape: the amax pass when the tensor scale is dynamic, then packing.
+
+    Args:
+        name: the source; ``parameters``: formats of its own parameters, ``(before, after)`` the five that all strip kernels share.
+        shape: ``(S, K)`` of the values to quantise; ``index``: CUDA device.
+        dynamic: no tensor scale is given.
+        amax_pass: False when another kernel leaves the amax.
+        defines: the source's own.
+    """
+
+    BATCH = 4  # tokens loaded ahead of the arithmetic
+    MOST_TOKENS = 32  # per block: a table row read once serves this many
+    BLOCKS_PER_SM = 16  # fewer tokens per block rather than fewer blocks than this
+
+    def __init__(
+        self, name: str, parameters: tuple[str, str], shape: tuple[int, int], index: int, dynamic: bool, amax_pass: bool = True, **defines
+    ):
+        self.tokens, self.columns = shape
+        self.dynamic = dynamic
+        lanes = -(-self.columns // 64) * 4
+        self.threads = min(range(64, 513, 32), key=lambda threads: (-(-lanes // threads) * threads, abs(threads - 256)))
+        strips = -(-lanes // self.threads)
+        multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
+        most = self.tokens * strips // (multiprocessors * self.BLOCKS_PER_SM) // self.BATCH * self.BATCH
+        self.tokens_per_block = max(self.BATCH, min(self.MOST_TOKENS, most))
+        self.amax_grid = strips * -(-self.tokens // self.tokens_per_block)
+        self.pack_grid = strips * -(-padded(*shape)[2] // self.tokens_per_block)
+        formats = f"{parameters[0]}PPPP{parameters[1]}ii"
+        common = {"K": self.columns, "THREADS": self.threads, "BATCH": self.BATCH, "DYNAMIC": dynamic, **defines}
+        self.amax = nvrtc.kernel(name, formats, index, PACK=False, **common) if dynamic and amax_pass else None
+        self.pack = nvrtc.kernel(name, formats, index, PACK=True, **common)
+
+    def __call__(self, device, tensor_scale, before: tuple, after: tuple, amax: torch.Tensor | None = None) -> Triple:
+        """Launch on tensors' ``data_ptr`` values and strides; ``amax`` is given when another kernel left it there."""
+        qdata, scales = allocate(self.tokens, self.columns, device)
+        if self.dynamic:
+            tensor_scale = torch.empty((), dtype=torch.float32, device=device)
+            if self.amax is not None:
+                amax = torch.zeros(1, dtype=torch.int32, device=device)
+                self.amax.launch(
+                    self.amax_grid, self.threads, *before, amax.data_ptr(), 0, 0, 0, *after, self.tokens, self.tokens_per_block
+                )
+        self.pack.launch(
+            self.pack_grid, self.threads, *before, 0 if amax is None else amax.data_ptr(), tensor_scale.data_ptr(),
+            qdata.data_ptr(), scales.data_ptr(), *after, self.tokens, self.tokens_per_block,
+        )
+        return qdata, tensor_scale, scales.view(torch.float8_e4m3fn)
+
+
+def _plan_cuda(x, tensor_scale, contract):
+    if x.shape[0] == 0:
+        return lambda x, tensor_scale, contract: empty_triple(x, x.shape[1], tensor_scale)
+    strip = Strip("nvfp4_quantize", ("P", "q"), x.shape, x.get_device(), tensor_scale is None)
+    device, stride = x.device, (x.stride(0),)
+
+    def launch(x, tensor_scale, contract):
+        return strip(device, tensor_scale, (x.data_ptr(),), stride)
+
+    return launch
+
+
+def _run_triton(x, tensor_scale, contract):
+    from .triton_ops import nvfp4_quantize as kernels
+
+    return kernels.nvfp4_quantize(x, tensor_scale)
+
+
+_DTYPES = {"x": rules.BF16}
+OP.add_backend("cuda", Planned(_plan_cuda), rules.cuda(_DTYPES, CUDA_CONTRACT, block_columns("x"), rules.vector_rows("x")))
+OP.add_backend("triton", _run_triton, rules.triton(_DTYPES, CUDA_CONTRACT, block_columns("x"), rules.dense("x")))
 
 
 def nvfp4_quantize(x: torch.Tensor, tensor_scale: torch.Tensor | None = None, contract: str | None = None) -> Triple:
