@@ -24,9 +24,10 @@ def reference(
     q: torch.Tensor, k: torch.Tensor, freqs: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The contract: comfy-kitchen's in-place op, called as ComfyUI calls it (any dtype and device that kitchen takes)."""
-    _kitchen().rms_rope_split_half_(
-        q.unsqueeze(0), k.unsqueeze(0), freqs, q_weight, k_weight, epsilon=eps, rot_dim=freqs.shape[-3] * 2
-    )
+    if q.numel():  # kitchen cannot reshape a tensor without tokens
+        _kitchen().rms_rope_split_half_(
+            q.unsqueeze(0), k.unsqueeze(0), freqs, q_weight, k_weight, epsilon=eps, rot_dim=freqs.shape[-3] * 2
+        )
     return q, k
 
 

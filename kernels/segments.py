@@ -22,7 +22,7 @@ def row_map(segments, n_rows: int, device) -> torch.Tensor:
         int32 tensor ``[n_rows]`` on ``device``.
 
     Raises:
-        ValueError: the segments leave a gap, overlap, or do not end at ``n_rows``; a per-token row tensor has another length.
+        ValueError: the segments leave a gap, overlap, or do not end at ``n_rows``; a row is negative; a per-token row tensor has another length.
     """
     position = 0
     rows, lengths, per_token = [], [], False
@@ -31,6 +31,8 @@ def row_map(segments, n_rows: int, device) -> torch.Tensor:
             raise ValueError(f"segments must follow each other: expected one starting at row {position}, got ({start}, {stop})")
         if isinstance(row, torch.Tensor) and row.numel() != stop - start:
             raise ValueError(f"segment ({start}, {stop}) has {stop - start} tokens but {row.numel()} modulation rows")
+        if not isinstance(row, torch.Tensor) and row < 0:
+            raise ValueError(f"segment ({start}, {stop}) has modulation row {row}; rows count from 0")
         per_token |= isinstance(row, torch.Tensor)
         rows.append(row)
         lengths.append(stop - start)
@@ -38,7 +40,7 @@ def row_map(segments, n_rows: int, device) -> torch.Tensor:
     if position != n_rows:
         raise ValueError(f"segments end at row {position}, the sequence has {n_rows} rows")
     if not per_token:  # the usual case: one small host tensor, one copy
-        return torch.repeat_interleave(torch.tensor(rows, dtype=torch.int32), torch.tensor(lengths)).to(device)
+        return torch.repeat_interleave(torch.tensor(rows, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int64)).to(device)
     return torch.cat([
         row.reshape(-1).to(device=device, dtype=torch.int32) if isinstance(row, torch.Tensor)
         else torch.full((length,), row, dtype=torch.int32, device=device)

@@ -1,0 +1,61 @@
+"""Every CUDA kernel once on small shapes, for compute-sanitizer: no pytest, no big tensors, a few seconds.
+
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.py
+
+Widths and row counts leave every kernel with partial blocks, so an access past an end has somewhere to go. The results are compared
+with stock as well. An op adds its calls to ``RUNS``.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # one allocation per tensor, so that memcheck sees its ends
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("h3_vortex_loader", ROOT / "tests" / "conftest.py")
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def bf16_ops(device):
+    """The six bf16 ops; yields ``(description, differing elements)``."""
+    from h3_vortex.kernels import stock
+    from h3_vortex.kernels.dispatch import use_backend
+    from h3_vortex.tests.gpu.data import differing
+
+    for op in stock.OPS:
+        for tokens, width, heads, ffn in ((1, 8, 1, 8), (37, 1032, 3, 1000), (19, 5376, 9, 14336)):
+            for table_dtype in (torch.float32, torch.bfloat16):
+                case = stock.make(op, tokens, device, width=width, heads=heads, ffn=ffn, table_dtype=table_dtype)
+                with use_backend("cuda"):
+                    got = case.ours(*case.inputs())
+                yield f"{op} {tokens} x {width} {table_dtype}", differing(got, case.stock(*case.inputs()))
+
+
+RUNS = [bf16_ops]
+
+
+def main() -> int:
+    load()
+    import comfy_kitchen
+
+    comfy_kitchen.registry.disable("triton")
+    torch.manual_seed(0)
+    wrong = 0
+    for run in RUNS:
+        for description, differing in run(torch.device("cuda", torch.cuda.current_device())):
+            torch.cuda.synchronize()
+            wrong += bool(differing)
+            print(f"{'DIFFERS' if differing else 'ok':8}{description}", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

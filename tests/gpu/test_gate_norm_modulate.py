@@ -1,0 +1,76 @@
+"""``gate_norm_modulate`` against ``_mod_gate``, ``F.rms_norm`` and ``_mod_scale_shift`` (both outputs) on the GPU, byte for byte."""
+
+import pytest
+import torch
+from h3_vortex.kernels import nvrtc, stock
+from h3_vortex.kernels.gate_norm_modulate import gate_norm_modulate
+from h3_vortex.kernels.segments import row_map
+from h3_vortex.tests.gpu import data
+
+pytestmark = pytest.mark.usefixtures("reference_forbidden")
+dtypes = pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16])
+
+
+@dtypes
+@pytest.mark.parametrize("name", data.EVERY)
+def test_data(gpu, table_dtype, name):
+    data.assert_stock_bytes(stock.make("gate_norm_modulate", data.CANONICAL, gpu, table_dtype=table_dtype, draw=data.draw(name)), "cuda")
+
+
+@pytest.mark.parametrize("tokens", data.ROWS)
+def test_rows(gpu, tokens):
+    data.require_memory(tokens, 5376)
+    data.assert_stock_bytes(stock.make("gate_norm_modulate", tokens, gpu, draw=data.draw("lognormal")), "cuda")
+
+
+@dtypes
+@pytest.mark.parametrize("width", [8, 24, 96, 128, 256, 1032, 2560, 3072, 4096, 5120, 6144, 7168, 8192])
+def test_widths(gpu, table_dtype, width):
+    case = stock.make("gate_norm_modulate", 3001, gpu, width=width, table_dtype=table_dtype, draw=data.draw("lognormal"))
+    data.assert_stock_bytes(case, "cuda")
+
+
+@dtypes
+@pytest.mark.parametrize("count", [1, 3, 101])
+def test_segments(gpu, table_dtype, count):
+    segments = data.segments(count, 5003)
+    data.assert_stock_bytes(stock.make("gate_norm_modulate", 5003, gpu, table_dtype=table_dtype, segments=segments), "cuda")
+
+
+def test_one_row_per_token(gpu):
+    rows = torch.randint(0, stock.TABLE_ROWS, (3000,), device=gpu)
+    data.assert_stock_bytes(stock.make("gate_norm_modulate", 3100, gpu, segments=[(0, 100, 2), (100, 3100, rows)]), "cuda")
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.0, 0.5])
+def test_eps(gpu, eps):
+    data.assert_stock_bytes(stock.make("gate_norm_modulate", 1000, gpu, eps=eps, draw=data.draw("row_scales")), "cuda")
+
+
+def test_arithmetic_of_sm_80_to_89(gpu, monkeypatch):
+    """bf16 products and sums as fma, the only form those chips have: same bytes."""
+    from h3_vortex.kernels.gate_norm_modulate import OP
+
+    original, older = nvrtc.kernel, []
+
+    def forced(name, parameters, index, options=(), **defines):
+        older.append(name)
+        return original(name, parameters, index, options, FORCE_FMA=1, **defines)
+
+    monkeypatch.setattr(nvrtc, "kernel", forced)
+    OP._choices.clear()
+    data.assert_stock_bytes(stock.make("gate_norm_modulate", 4001, gpu, draw=data.draw("finite_bits")), "cuda")
+    assert older == ["norm_modulate"]
+    OP._choices.clear()
+
+
+def test_strided_rows_and_untouched_neighbours(gpu):
+    segments = [(0, 50, 1), (50, 257, 3)]
+    buffer, others = (torch.randn(257, 3 * 512, device=gpu).bfloat16() for _ in range(2))
+    weight = torch.randn(512, device=gpu).bfloat16()
+    gate, shift, scale = stock.tables(512, gpu, torch.float32, 3)
+    expected, got = buffer.clone(), buffer.clone()
+    h = stock.gate_norm_modulate(expected[:, 512:1024], others[:, :512], gate, weight, shift, scale, segments, 1e-5)
+    with data.use_backend("cuda"):
+        ours = gate_norm_modulate(got[:, 512:1024], others[:, :512], gate, weight, shift, scale, row_map(segments, 257, gpu), 1e-5)
+    assert data.differing([got, ours], [expected, h]) == 0
