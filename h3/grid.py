@@ -10,7 +10,7 @@ Rules, from ``comfy_extras/nodes_minimax_h3.py`` and ``comfy/ldm/minimax/model.p
 
 from __future__ import annotations
 
-SIZE_STEP = 32
+SIZE_STEP, MAX_SIZE = 32, 16384
 FRAME_RATE = 24
 FRAME_STEP, FRAME_OFFSET = 17, 5
 MAX_FRAMES = 3592  # the largest 17 k + 5 below the 3600 that core's nodes accept
@@ -25,9 +25,9 @@ class GridError(ValueError):
 
 
 def check_size(name, value):
-    """Raise :class:`GridError` unless ``value`` (pixels) is a multiple of 32, at least 32. ``name``: width or height."""
-    if value < SIZE_STEP:
-        raise GridError(f"{name} {value} is too small: use {SIZE_STEP} or more, in steps of {SIZE_STEP}")
+    """Raise :class:`GridError` unless ``value`` (pixels) is a multiple of 32, 32 to 16384. ``name``: width or height."""
+    if not SIZE_STEP <= value <= MAX_SIZE:
+        raise GridError(f"{name} {value} is out of range: use {SIZE_STEP} to {MAX_SIZE}, in steps of {SIZE_STEP}")
     if value % SIZE_STEP:
         below = value // SIZE_STEP * SIZE_STEP
         raise GridError(f"{name} {value} is not a multiple of {SIZE_STEP}: use {below} or {below + SIZE_STEP}")
@@ -44,10 +44,15 @@ def check_frames(frames):
 
 
 def frames_for_seconds(seconds):
-    """The legal frame count nearest to ``seconds`` at 24 frames a second (the longer one when two are as near)."""
+    """The legal frame count nearest to ``seconds`` at 24 frames a second (the longer one when two are as near).
+
+    Raises :class:`GridError` when ``seconds`` is not above 0 or is longer than the longest clip.
+    """
+    longest = MAX_FRAMES / FRAME_RATE
+    if not 0 < seconds <= longest:
+        raise GridError(f"{seconds:g} seconds is out of range: use more than 0, up to {longest:.2f}")
     steps = (seconds * FRAME_RATE - FRAME_OFFSET) / FRAME_STEP
-    last = (MAX_FRAMES - FRAME_OFFSET) // FRAME_STEP
-    return min(max(int(steps + 0.5), 0), last) * FRAME_STEP + FRAME_OFFSET
+    return max(int(steps + 0.5), 0) * FRAME_STEP + FRAME_OFFSET
 
 
 def seconds_for_frames(frames):

@@ -37,8 +37,8 @@ class H3VortexConditioning(io.ComfyNode):
                     dynamic_prompts=True,
                     tooltip="What to make. With references, name them <Picture 1>, <Video 1>, <Audio 1>.",
                 ),
-                io.Int.Input("width", default=1344, min=32, max=16384, step=32, tooltip="Pixels, a multiple of 32."),
-                io.Int.Input("height", default=768, min=32, max=16384, step=32, tooltip="Pixels, a multiple of 32."),
+                io.Int.Input("width", default=1344, min=32, max=grid.MAX_SIZE, step=32, tooltip="Pixels, a multiple of 32."),
+                io.Int.Input("height", default=768, min=32, max=grid.MAX_SIZE, step=32, tooltip="Pixels, a multiple of 32."),
                 io.Int.Input(
                     "frames",
                     default=124,
@@ -116,7 +116,18 @@ class H3VortexConditioning(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, width=None, height=None, frames=None, seconds=None):
+    def validate_inputs(
+        cls,
+        width=None,
+        height=None,
+        frames=None,
+        seconds=None,
+        # core passes every group of growing inputs to a validator
+        ref_images=None,
+        ref_videos=None,
+        ref_video_audios=None,
+        ref_audios=None,
+    ):
         try:
             _check_numbers(width, height, frames, seconds)
         except grid.GridError as error:
@@ -173,7 +184,7 @@ class H3VortexConditioning(io.ComfyNode):
         if sounds:
             checks.audio_vae(NODE, "audio_vae", audio_vae)
 
-        length = grid.frames_for_seconds(seconds) if seconds > 0 else frames
+        length = grid.frames_for_seconds(seconds) if seconds else frames
         if has_references:
             positive, latent = MiniMaxH3ReferenceToVideo.execute(
                 clip, vae, audio_vae, prompt, width, height, length, ref_image_size=ref_image_size, **references
@@ -198,7 +209,9 @@ def _check_numbers(width, height, frames, seconds):
         grid.check_size("width", width)
     if height is not None:
         grid.check_size("height", height)
-    if frames is not None and not seconds:
+    if seconds:
+        grid.frames_for_seconds(seconds)
+    elif frames is not None:
         grid.check_frames(frames)
 
 

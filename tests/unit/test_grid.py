@@ -13,7 +13,7 @@ from hypothesis import strategies as st
     [
         ("width", 1350, "width 1350 is not a multiple of 32: use 1344 or 1376"),
         ("height", 33, "height 33 is not a multiple of 32: use 32 or 64"),
-        ("height", 16, "height 16 is too small: use 32 or more, in steps of 32"),
+        ("height", 16, "height 16 is out of range: use 32 to 16384, in steps of 32"),
     ],
 )
 def test_a_wrong_size_names_the_nearest(name, value, message):
@@ -51,12 +51,18 @@ def test_frames_and_latent_frames_are_inverse(k):
     assert grid.frames_for_seconds(grid.seconds_for_frames(frames)) == frames
 
 
-@given(st.floats(0, 200, allow_nan=False))
+@given(st.floats(0, 3592 / 24, exclude_min=True))
 def test_seconds_give_the_nearest_legal_count(seconds):
     frames = grid.frames_for_seconds(seconds)
     grid.check_frames(frames)
     legal = [17 * k + 5 for k in range(212)]
     assert abs(frames - seconds * 24) <= min(abs(f - seconds * 24) for f in legal) + 1e-6
+
+
+@pytest.mark.parametrize("seconds", [0, -1.5, 150, float("nan")])
+def test_seconds_out_of_range(seconds):
+    with pytest.raises(grid.GridError, match=r"seconds is out of range: use more than 0, up to 149\.67"):
+        grid.frames_for_seconds(seconds)
 
 
 def test_latent_frames_off_the_grid():
