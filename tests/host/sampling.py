@@ -31,13 +31,15 @@ def conditioning(kinds="text", seed=0, tokens=8, size=(64, 64)):
     return [[states, extra]]
 
 
-def sample(patcher, positive, steps=4, size=(64, 64, 5), seed=7, sampler="euler", callback=None):
-    """The sampled latent as one flat fp32 tensor per stream: ``[video, audio]``."""
+def sample(patcher, positive, steps=4, size=(64, 64, 5), seed=7, sampler="euler", mask=None):
+    """The sampled latent, ``[video, audio]``. ``mask``: denoise mask of the video latent, ``[1, 1, T, H, W]``."""
     from comfy_extras.nodes_custom_sampler import BasicGuider, BasicScheduler, KSamplerSelect, RandomNoise, SamplerCustomAdvanced
     from comfy_extras.nodes_minimax_h3 import EmptyMiniMaxH3LatentAV
 
     with torch.inference_mode():
         (latent,) = EmptyMiniMaxH3LatentAV.execute(*size).result
+        if mask is not None:
+            latent["noise_mask"] = mask
         (guider,) = BasicGuider.execute(patcher, positive).result
         (sigmas,) = BasicScheduler.execute(patcher, "simple", steps, 1.0).result
         (noise,) = RandomNoise.execute(seed).result

@@ -101,7 +101,7 @@ def test_unknown_attention_names_the_choices(model, api):
 
 def test_another_model_is_refused(comfy, api):
     class Patcher:
-        class model:  # noqa: N801
+        class model:
             diffusion_model = torch.nn.Linear(1, 1)
 
         def clone(self):
