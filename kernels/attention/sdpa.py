@@ -52,6 +52,9 @@ class SdpaFlash(_Sdpa):
             return "this torch build has no FlashAttention"
         return super().missing(env)
 
+    def refuses(self, call, env):
+        return None if env.device.type == "cpu" else super().refuses(call, env)
+
 
 class SdpaCudnn(_Sdpa):
     name = "sdpa_cudnn"
