@@ -2,10 +2,15 @@
 
 import contextlib
 import json
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
-from h3_vortex.benchmarks import block, candidates, compare, harness, shapes, step, trajectory
+from h3_vortex.benchmarks import block, candidates, compare, full_size, harness, shapes, step, trajectory
 
 jsonschema = pytest.importorskip("jsonschema", reason="results are checked with jsonschema (requirements/test-tools.txt)")
 
@@ -186,6 +191,52 @@ def test_power_log_needs_no_nvidia_smi():
     with harness.PowerLog(CPU, result):
         pass
     assert result["power"] is None
+
+
+SMI = """#!/bin/sh
+case "$*" in
+*clocks_event_reasons*) echo 'Field "clocks_event_reasons.sw_power_cap" is not a valid field to query.'; exit 2;;
+*--loop-ms*) while true; do echo '640.0, 700.00, 1755, 100, 55, Active'; sleep 0.05; done;;
+*) echo 'Not Active';;
+esac
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for nvidia-smi is a shell script")
+def test_power_log_samples_nvidia_smi_and_stops_it(tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(harness, "_uuid", lambda device: "GPU-0")
+    result = {"power": None}
+    power = harness.PowerLog(torch.device("cuda"), result)
+    with power:
+        time.sleep(0.5)
+    assert result["power"]["busy_samples"] >= 2 and result["power"]["power_capped_share"] == 1.0
+    assert power._fields[-1] == "clocks_throttle_reasons.sw_power_cap", "older drivers know the flag by its older name"
+    assert power._process.returncode is not None
+
+
+def test_sdpa_order_is_put_back_after_a_failure():
+    from torch.nn.attention import SDPBackend
+
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    core = SimpleNamespace(ops=SimpleNamespace(SDPA_BACKEND_PRIORITY=order))
+    with full_size.sdpa_order(core, "fa2"):
+        assert len(order) == 2
+    with pytest.raises(KeyError), full_size.sdpa_order(core, "cudnn"):
+        assert order == [SDPBackend.CUDNN_ATTENTION]
+        raise KeyError
+    assert core.ops.SDPA_BACKEND_PRIORITY is order
+    assert order == [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+
+
+def test_the_front_end_lists_the_benchmarks_and_keeps_them_off_the_path():
+    done = subprocess.run([sys.executable, str(harness.ROOT / "benchmarks"), "nothing"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert {"step", "block", "trajectory", "compare"} <= set(done.stderr.split("{")[1].split("}")[0].split(","))
+    done = subprocess.run([sys.executable, str(harness.ROOT / "benchmarks"), "step", "--plan"], capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads(done.stdout)["plan"]
 
 
 def test_compare_pairs_rows_and_names_unequal_bytes(tmp_path, capsys):
