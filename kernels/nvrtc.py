@@ -47,8 +47,9 @@ def candidate_libraries(platform: str, torch_dir: str, cuda_version: str) -> lis
     site = os.path.dirname(torch_dir)
     for parts in ((site, "nvidia", f"cu{major}", "lib"), (site, "nvidia", "cuda_nvrtc", "lib"), (torch_dir, "lib")):
         folder = os.path.join(*parts)
-        builtins = [p for p in sorted(glob.glob(os.path.join(folder, "libnvrtc-builtins*.so*"))) if ".alt." not in p]
-        libraries = [p for p in sorted(glob.glob(os.path.join(folder, "libnvrtc*.so*"))) if "builtins" not in p and ".alt." not in p]
+        found = [p for p in sorted(glob.glob(os.path.join(folder, "libnvrtc*.so*"))) if ".alt." not in os.path.basename(p)]
+        builtins = [p for p in found if "builtins" in os.path.basename(p)]
+        libraries = [p for p in found if p not in builtins]
         ways += [(*builtins[:1], library) for library in libraries[:1]]
     return ways
 
