@@ -6,7 +6,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 # Each has main(argv) -> exit code.
-NAMES = ("step", "block", "trajectory", "compare", "gemm")
+NAMES = ("step", "block", "trajectory", "compare", "gemm", "attention")
 
 
 def main(argv):
