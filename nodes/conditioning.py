@@ -2,7 +2,7 @@
 
 import logging
 
-from comfy_api.latest import io
+from comfy_api.latest import io, ui
 from comfy_extras.nodes_minimax_h3 import MiniMaxH3AddGuide, MiniMaxH3ImageToVideo, MiniMaxH3ReferenceToVideo
 
 from ..h3 import grid
@@ -185,22 +185,30 @@ class H3VortexConditioning(io.ComfyNode):
             checks.audio_vae(NODE, "audio_vae", audio_vae)
 
         length = grid.frames_for_seconds(seconds) if seconds else frames
+        # by name: newer cores reorder these parameters
+        size = {"prompt": prompt, "width": width, "height": height, "length": length}
         if has_references:
             positive, latent = MiniMaxH3ReferenceToVideo.execute(
-                clip, vae, audio_vae, prompt, width, height, length, ref_image_size=ref_image_size, **references
+                clip=clip, vae=vae, audio_vae=audio_vae, ref_image_size=ref_image_size, **size, **references
             ).result
         else:
             positive, latent = MiniMaxH3ImageToVideo.execute(
-                clip, vae, prompt, width, height, length, first_frame=first_frame, last_frame=last_frame
+                clip=clip, vae=vae, first_frame=first_frame, last_frame=last_frame, **size
             ).result
         if has_guide:
             (positive,) = MiniMaxH3AddGuide.execute(
-                positive, latent, guide_frame, vae=vae, audio_vae=audio_vae, image=guide_image, audio=guide_audio
+                positive=positive,
+                latent=latent,
+                frame_idx=guide_frame,
+                vae=vae,
+                audio_vae=audio_vae,
+                image=guide_image,
+                audio=guide_audio,
             ).result
         task = "ref2va" if has_references else "fl2va" if has_frames or has_guide else "t2va"
         info = _describe(task, width, height, length, positive, latent)
         log.info("H3 Conditioning: %s", info)
-        return io.NodeOutput(positive, latent, info)
+        return io.NodeOutput(positive, latent, info, ui=ui.PreviewText(info))
 
 
 def _check_numbers(width, height, frames, seconds):

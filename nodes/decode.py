@@ -86,7 +86,7 @@ class H3VortexDecode(io.ComfyNode):
             raise
         except Exception as error:
             raise RuntimeError(f"{NODE}: {type(error).__name__}: {error}. {_resume(path)}") from error
-        (movie,) = CreateVideo.execute(images, float(grid.FRAME_RATE), sound).result
+        (movie,) = CreateVideo.execute(images=images, fps=float(grid.FRAME_RATE), audio=sound).result
         if saved_latent == NONE and path is not None:
             path.unlink(missing_ok=True)
 
@@ -129,7 +129,7 @@ def _decode(vae, audio_vae, latent):
         return nodes.VAEDecodeTiled().decode(vae, latent, **TILE)[0]
 
     def sound():
-        return VAEDecodeAudio.execute(audio_vae, latent).result[0]
+        return VAEDecodeAudio.execute(vae=audio_vae, samples=latent).result[0]
 
     images, again = _with_second_try(frames, frames_in_tiles)
     audio, audio_again = _with_second_try(sound, sound)

@@ -69,10 +69,10 @@ class H3VortexDenoise(io.ComfyNode):
         clock = record.StepClock(model.load_device, comfy.model_management.synchronize)
         timed = model.clone()
         timed.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, WRAPPER_KEY, _watch(clock, [video.shape, audio.shape]))
-        (guider,) = BasicGuider.execute(timed, positive).result
+        (guider,) = BasicGuider.execute(model=timed, conditioning=positive).result
         if noise is None:
-            (noise,) = RandomNoise.execute(seed).result
-        finished = SamplerCustomAdvanced.execute(noise, guider, sampler, sigmas, latent).result[0]
+            (noise,) = RandomNoise.execute(noise_seed=seed).result
+        finished = SamplerCustomAdvanced.execute(noise=noise, guider=guider, sampler=sampler, sigmas=sigmas, latent_image=latent).result[0]
 
         video, audio = checks.h3_latent(NODE, "latent", finished)
         text = json.dumps(
@@ -91,7 +91,7 @@ class H3VortexDenoise(io.ComfyNode):
 def _watch(clock, shapes):
     """A wrapper around the sampler itself: the models are loaded by then, so the first step's time is its own."""
 
-    def run(executor, guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar):
+    def run(executor, guider, sigmas, extra_args, callback, *more, **named):
         def after_step(step, x0, x, total_steps):
             clock.tick()
             if len(clock.step_ms) == 1:
@@ -99,6 +99,6 @@ def _watch(clock, shapes):
             return callback(step, x0, x, total_steps)
 
         clock.start()
-        return executor(guider, sigmas, extra_args, after_step, noise, latent_image, denoise_mask, disable_pbar)
+        return executor(guider, sigmas, extra_args, after_step, *more, **named)
 
     return run

@@ -3,7 +3,7 @@
 import logging
 
 import folder_paths
-from comfy_api.latest import io
+from comfy_api.latest import io, ui
 from comfy_execution.graph_utils import ExecutionBlocker
 
 import nodes
@@ -84,7 +84,7 @@ class H3VortexLoad(io.ComfyNode):
         }
         # an output without a file stops whatever is connected to it later, while this result is still cached
         loaded = [load[slot](name) if name != NONE else ExecutionBlocker(_empty(slot)) for slot, name in chosen.items()]
-        return io.NodeOutput(*loaded, info)
+        return io.NodeOutput(*loaded, info, ui=ui.PreviewText(info))
 
 
 def _empty(slot):
