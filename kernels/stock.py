@@ -10,9 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from . import gate_norm_modulate as _gate_norm_modulate
+from . import modulate_nvfp4 as _modulate_nvfp4
 from . import norm_modulate as _norm_modulate
+from . import nvfp4_quantize as _nvfp4_quantize
 from . import qk_norm_rope as _qk_norm_rope
 from . import swiglu as _swiglu
+from . import swiglu_nvfp4 as _swiglu_nvfp4
 from .gate import gate as gate_op
 from .modulate import modulate as modulate_op
 from .segments import row_map
@@ -50,6 +53,14 @@ def swiglu(gate_up):
     return torch.nn.functional.silu(gate).mul_(up)
 
 
+def quantize_nvfp4(x, tensor_scale=None):
+    """What an NVFP4 Linear makes of its input; the three tensors of the ``QuantizedTensor``."""
+    from comfy_kitchen.tensor import QuantizedTensor
+
+    quantized = QuantizedTensor.from_float(x, _nvfp4_quantize.LAYOUT, scale=tensor_scale)
+    return quantized._qdata, quantized._params.scale, quantized._params.block_scale
+
+
 def typical_segments(tokens: int) -> list[tuple[int, int, int]]:
     """Text, audio and video in the proportions of a real job, each with its modulation row."""
     text = min(100, tokens // 3)
@@ -83,14 +94,15 @@ def tables(width, device, dtype, count, draw=normal, rows=TABLE_ROWS):
 
 
 def make(op: str, tokens: int, device, *, width: int = 5376, heads: int = 56, ffn: int = 14336, table_dtype=torch.float32,
-         dtype=torch.bfloat16, segments=None, draw=normal, eps: float = 1e-5) -> Case:
-    """A :class:`Case` for one of the six bf16 ops.
+         dtype=torch.bfloat16, segments=None, draw=normal, eps: float = 1e-5, tensor_scale=None) -> Case:
+    """A :class:`Case` for one of the six bf16 ops or the five NVFP4 ones.
 
     Args:
         op: its name. ``tokens``: packed rows. ``width``: hidden size. ``heads``: of 128 channels. ``ffn``: output width of ``swiglu``.
         table_dtype: of the AdaLN tables. ``dtype``: of the activations and weights.
         segments: default :func:`typical_segments`.
         draw: ``draw(shape, device, std=)`` makes the activations, weights and tables (fp32 or ``dtype``).
+        tensor_scale: of the NVFP4 ops. Without one they read their input twice, which their ``traffic`` counts.
     """
     segments = typical_segments(tokens) if segments is None else segments
     size = torch.empty((), dtype=dtype).element_size()
@@ -117,6 +129,19 @@ def make(op: str, tokens: int, device, *, width: int = 5376, heads: int = 56, ff
 
         return Case(call(_qk_norm_rope.qk_norm_rope), call(qk_norm_rope), inputs, 4 * tokens * inner * size + freqs.nbytes)
 
+    packed = tokens * (ffn if op == "swiglu_nvfp4" else width) * 9 // 16  # codes and block scales
+    passes = 1 if tensor_scale is not None else 2
+    if op == "swiglu_nvfp4":
+        gate_up = take(tokens, 2 * ffn)
+        return Case(
+            lambda t: _swiglu_nvfp4.swiglu_nvfp4(t, tensor_scale), lambda t: quantize_nvfp4(swiglu(t), tensor_scale),
+            lambda: (gate_up.clone(),), passes * gate_up.nbytes + packed)
+    if op == "nvfp4_quantize":
+        x = take(tokens, width)
+        return Case(
+            lambda t: _nvfp4_quantize.nvfp4_quantize(t, tensor_scale), lambda t: quantize_nvfp4(t, tensor_scale),
+            lambda: (x.clone(),), passes * activation + packed)
+
     rows = row_map(segments, tokens, device)
     shift, scale, gate_table = tables(width, device, table_dtype, 3, draw)
     x, other, weight = take(tokens, width, std=1.59), take(tokens, width, std=0.5), take(width)
@@ -138,10 +163,27 @@ def make(op: str, tokens: int, device, *, width: int = 5376, heads: int = 56, ff
             lambda x: (_gate_norm_modulate.gate_norm_modulate(x, other, gate_table, weight, shift, scale, rows, eps), x),
             lambda x: (gate_norm_modulate(x, other, gate_table, weight, shift, scale, segments, eps), x),
             lambda: (x.clone(),), 4 * activation)
-    raise ValueError(f"there is no case for op {op!r}; there are {', '.join(OPS)}")
+    if op == "modulate_nvfp4":
+        return Case(
+            lambda h: _modulate_nvfp4.modulate_nvfp4(h, shift, scale, rows, tensor_scale),
+            lambda h: quantize_nvfp4(modulate(h, shift, scale, segments), tensor_scale),
+            lambda: (x.clone(),), passes * activation + packed)
+    if op == "norm_modulate_nvfp4":
+        return Case(
+            lambda x: _modulate_nvfp4.norm_modulate_nvfp4(x, weight, shift, scale, rows, eps, tensor_scale),
+            lambda x: quantize_nvfp4(norm_modulate(x, weight, shift, scale, segments, eps), tensor_scale),
+            lambda: (x.clone(),), passes * activation + packed)
+    if op == "gate_norm_modulate_nvfp4":
+        return Case(
+            lambda x: (*_modulate_nvfp4.gate_norm_modulate_nvfp4(
+                x, other, gate_table, weight, shift, scale, rows, eps, tensor_scale), x),
+            lambda x: (*quantize_nvfp4(gate_norm_modulate(x, other, gate_table, weight, shift, scale, segments, eps), tensor_scale), x),
+            lambda: (x.clone(),), (2 + passes) * activation + packed)
+    raise ValueError(f"there is no case for op {op!r}; there are {', '.join(OPS + NVFP4_OPS)}")
 
 
 OPS = ("norm_modulate", "gate_norm_modulate", "qk_norm_rope", "modulate", "gate", "swiglu")
+NVFP4_OPS = ("nvfp4_quantize", "modulate_nvfp4", "norm_modulate_nvfp4", "gate_norm_modulate_nvfp4", "swiglu_nvfp4")
 
 
 def rotation_table(tokens, device, dtype):
