@@ -28,13 +28,6 @@ DEV uint4 partner4(uint4 a) {
   return make_uint4(__shfl_xor_sync(FULL, a.x, 2), __shfl_xor_sync(FULL, a.y, 2), __shfl_xor_sync(FULL, a.z, 2), __shfl_xor_sync(FULL, a.w, 2));
 }
 
-DEV u32 normalize2(u32 v, u32 w, float r) {
-  return pk(__fmul_rn(__fmul_rn(lo(v), r), lo(w)), __fmul_rn(__fmul_rn(hi(v), r), hi(w)));
-}
-DEV uint4 normalize8(uint4 v, uint4 w, float r) {
-  return make_uint4(normalize2(v.x, w.x, r), normalize2(v.y, w.y, r), normalize2(v.z, w.z, r), normalize2(v.w, w.w, r));
-}
-
 // c0, c1: the two bf16 coefficients (of x0, of x1) for the low and for the high element
 DEV u32 rotate2(u32 x0, u32 x1, u32 c0, u32 c1) {
   return pk(__fmaf_rn(lo(c0), lo(x0), __fmul_rn(hi(c0), lo(x1))), __fmaf_rn(lo(c1), hi(x0), __fmul_rn(hi(c1), hi(x1))));
