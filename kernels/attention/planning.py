@@ -76,7 +76,7 @@ class Plan:
     def __init__(self, choice: str, host: Host, pause, env: Environment | None):
         self.choice, self.host = choice, host
         self._pause, self._env = pause, env
-        self._queue: list[Backend | None] = []  # what may still be chosen, best first; None is stock
+        self._queue: list[Backend | None] = []  # what fastest dense may still choose, best first; None is stock
         self._chosen: Backend | None = None
         self._decided = self._started = False
         self._verdicts: dict[Call, Verdict] = {}
@@ -88,6 +88,8 @@ class Plan:
         elif choice == registry.FASTEST and host.override:
             self._settle(None, f"{host.override} overrides the model's attention, and its choice is kept")
             say_once(f"{registry.FASTEST!r} steps aside: {self._why}")
+        elif choice != registry.FASTEST:
+            self._settle(registry.backend(choice), "asked for by name")
 
     @property
     def is_stock(self) -> bool:
@@ -172,9 +174,6 @@ class Plan:
         self._chosen, self._decided, self._why = backend, True, why
 
     def _rank(self, q, k, v, stock, call: Call, env: Environment) -> None:
-        if self.choice != registry.FASTEST:
-            self._settle(registry.backend(self.choice), "asked for by name")
-            return
         if self.host.declared:
             say_once(f"{registry.FASTEST!r} outranks the checkpoint's preference ({self.host.declared}); {registry.STOCK!r} keeps it")
         if env.device.type != "cuda":
