@@ -190,9 +190,14 @@ def search(q, k, v, candidates: Iterable[Backend], stock: Callable, env: Environ
 
 
 def ranking(record: dict) -> list[str]:
-    """Names that may run, fastest first (a slice counts in proportion to its heads). Stock leads unless beaten by more than 2 %."""
-    share = record["heads"] / record["slice_heads"]
-    ms = {name: entry.get("ms", entry["slice_ms"] * share) for name, entry in record["candidates"].items() if "slice_ms" in entry}
+    """Names that may run, fastest first. Stock leads unless it is beaten by more than 2 %.
+
+    A candidate timed at the slice only counts with the ratio that the others showed between slice and full shape.
+    """
+    able = {name: entry for name, entry in record["candidates"].items() if "slice_ms" in entry}
+    ratios = [entry["ms"] / entry["slice_ms"] for entry in able.values() if "ms" in entry]
+    ratio = statistics.median(ratios) if ratios else record["heads"] / record["slice_heads"]
+    ms = {name: entry.get("ms", entry["slice_ms"] * ratio) for name, entry in able.items()}
     order = sorted(ms, key=ms.get)
     if "stock" in ms and ms[order[0]] > TIE * ms["stock"]:
         order.remove("stock")

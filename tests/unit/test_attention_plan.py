@@ -361,6 +361,12 @@ def test_a_gain_within_the_noise_does_not_leave_stock(ms, first):
     assert order[0] == first and set(order) == {"stock", "other", "far"} and order[-1] == "far"
 
 
+def test_a_slice_time_is_not_taken_for_less_than_it_is():
+    """At the full shape the power cap slows everything down; a candidate that was not timed there must not win by that."""
+    entries = {"stock": {"slice_ms": 10.0, "ms": 84.0}, "winner": {"slice_ms": 8.0, "ms": 67.0}, "slower": {"slice_ms": 9.3}}
+    assert measure.ranking({"heads": 56, "slice_heads": 8, "candidates": entries})[0] == "winner"
+
+
 def test_the_choice_is_kept_on_disk_for_the_shape_bucket(world):
     fast, slow = Fake("fast", change=scaled), Fake("slow", 0.03)
     env = world(fast, slow)
