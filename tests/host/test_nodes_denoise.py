@@ -58,6 +58,8 @@ def test_same_bytes_as_sampler_custom_advanced(node, load, name, sampler):
 
     model, positive = load(name), conditioning()
     given = schedule(model, sampler)
+    # on some GPUs the first attention call of a process takes another backend than every later one
+    node.execute(model, positive, empty_latent(), **given, seed=1)
     noise, guider = RandomNoise.execute(11).result[0], BasicGuider.execute(model, positive).result[0]
     want = SamplerCustomAdvanced.execute(noise, guider, given["sampler"], given["sigmas"], empty_latent()).result[0]
     got, text = node.execute(model, positive, empty_latent(), **given, seed=11).result
@@ -203,7 +205,7 @@ def test_interrupt_in_mid_sampling_then_queue_again(server, tiny_models, stored_
     assert undisturbed.ok, undisturbed.message()
     before = json.loads(undisturbed.outputs["denoise"]["text"][0])
 
-    long = sampling_graph(tiny_models, stored_conditioning, steps=300, width=256, frames=39, seed=2)
+    long = sampling_graph(tiny_models, stored_conditioning, steps=1000, width=256, frames=39, seed=2)
     asked = []
 
     def stop_at_step_three(kind, data):
@@ -216,7 +218,7 @@ def test_interrupt_in_mid_sampling_then_queue_again(server, tiny_models, stored_
     asked[0].join()
     assert result.interrupted and result.error["node_id"] == "denoise", result.message()
     steps = [e["data"]["value"] for e in result.events if e["type"] == "progress" and e["data"].get("node") == "denoise"]
-    assert max(steps) < 300 and time.monotonic() - began < 120
+    assert max(steps) < 1000 and time.monotonic() - began < 120
 
     again = server.queue(sampling_graph(tiny_models, stored_conditioning, steps=3, width=64, frames=5, seed=2))
     assert again.ok, again.message()
