@@ -6,7 +6,11 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 # Each has main(argv) -> exit code.
-NAMES = ("step", "block", "trajectory", "compare", "gemm", "attention")
+NAMES = (
+    "step", "block", "trajectory", "compare", "gemm", "attention", "check", "kernels",
+    "norm_modulate", "gate_norm_modulate", "qk_norm_rope", "modulate", "gate", "swiglu",
+    "quantize_rotate_int8", "swiglu_int8", "norm_modulate_int8",
+)  # fmt: skip
 
 
 def main(argv):

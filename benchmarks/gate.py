@@ -1,0 +1,7 @@
+"""``python benchmarks gate``: gated residual in one launch against ``addcmul_`` per segment."""
+
+from .op_cases import bench
+
+
+def main(argv):
+    return bench("gate", ("gate",), argv, __doc__)

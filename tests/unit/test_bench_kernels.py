@@ -1,0 +1,73 @@
+"""The op benchmark and the check on a CPU: what their rows hold, and that a wrong byte is noticed."""
+
+import json
+
+import pytest
+import torch
+from h3_vortex.benchmarks import check, int8_cases, op_cases
+from h3_vortex.kernels import stock
+from h3_vortex.kernels.dispatch import Op
+
+CPU = torch.device("cpu")
+SMALL = {"width": 64, "heads": 1, "ffn": 64}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    original = op_cases.make
+    for module in (op_cases, check):
+        monkeypatch.setattr(module, "make", lambda op, tokens, device, **o: original(op, tokens, device, **{**SMALL, **o}))
+
+
+@pytest.mark.parametrize("op", stock.OPS)
+def test_row(small, op):
+    row = op_cases.measure(op, 9, CPU, 1)
+    op_cases.describe(row, 1.0)
+    assert row["op"] == op and row["rows"] == 9 and row["traffic_bytes"] > 0
+    assert row["backends"]["eager"]["differing"] == 0 and row["stock_ms"]["n"] == 2
+    assert row["backends"]["eager"]["speedup"] > 0 and row["host_us"]["stock"] > 0
+    assert row["unavailable"]["cuda"].startswith("needs ")
+
+
+def test_result_file(small, tmp_path):
+    out = tmp_path / "gate.json"
+    assert op_cases.bench("gate", ("gate",), ["--device", "cpu", "--rows", "5,6", "--reps", "1", "--out", str(out)], "") == 0
+    result = json.loads(out.read_text())
+    assert result["kind"] == "gate" and result["speed_valid"] is False and result["ceilings"]["copy_rows_TBs"] > 0
+    assert [(r["rows"], r["table_dtype"]) for r in result["rows"]] == [(5, "float32"), (6, "float32"), (5, "bfloat16"), (6, "bfloat16")]
+
+
+def test_unknown_op_is_a_usage_error():
+    with pytest.raises(SystemExit):
+        op_cases.bench("gate", ("gate",), ["--device", "cpu", "--ops", "gat"], "")
+
+
+def test_every_op_has_a_case():
+    assert set(check.OPS) == {*stock.OPS, *int8_cases.OPS}
+    with pytest.raises(ValueError, match="there is no case for op 'fly'"):
+        stock.make("fly", 1, CPU)
+
+
+def test_check_lists_every_backend(small):
+    rows = check.run_check("cpu", ("gate", "norm_modulate"))
+    assert [(r["op"], r["backend"]) for r in rows] == [
+        ("gate", "eager"), ("gate", "cuda"), ("gate", "triton"), ("norm_modulate", "eager"), ("norm_modulate", "cuda")]
+    eager, cuda, *_ = rows
+    assert eager["differing"] == 0 and eager["reason"] is None and eager["ratio"] > 0
+    assert cuda["reason"].startswith("needs ") and "not here: needs" in check.line(cuda)
+    assert "stock's bytes" in check.line(eager)
+
+
+def test_a_wrong_byte_fails_the_check_and_the_benchmark(small, monkeypatch, tmp_path, capsys):
+    reference = Op.registry["gate"].reference
+
+    def off_by_a_bit(x, other, gate, rows):
+        reference(x, other, gate, rows).view(torch.int16)[0, 0] ^= 1
+        return x
+
+    monkeypatch.setattr(Op.registry["gate"].backends["eager"], "run", off_by_a_bit)
+    assert check.main(["--device", "cpu", "--ops", "gate"]) == 1
+    assert "1 ELEMENTS DIFFER" in capsys.readouterr().out
+    out = tmp_path / "gate.json"
+    assert op_cases.bench("gate", ("gate",), ["--device", "cpu", "--rows", "5", "--reps", "1", "--out", str(out)], "") == 1
+    assert json.loads(out.read_text())["rows"][0]["backends"]["eager"]["differing"] == 1
