@@ -102,7 +102,7 @@ def make(op: str, tokens: int, device, *, width: int = 5376, heads: int = 56, ff
         table_dtype: of the AdaLN tables. ``dtype``: of the activations and weights.
         segments: default :func:`typical_segments`.
         draw: ``draw(shape, device, std=)`` makes the activations, weights and tables (fp32 or ``dtype``).
-        tensor_scale: of the NVFP4 ops. Without one they read their input twice, which their ``traffic`` counts.
+        tensor_scale: a number for the NVFP4 ops. Without one they read their input twice, which their ``traffic`` counts.
     """
     segments = typical_segments(tokens) if segments is None else segments
     size = torch.empty((), dtype=dtype).element_size()
@@ -130,7 +130,8 @@ def make(op: str, tokens: int, device, *, width: int = 5376, heads: int = 56, ff
         return Case(call(_qk_norm_rope.qk_norm_rope), call(qk_norm_rope), inputs, 4 * tokens * inner * size + freqs.nbytes)
 
     packed = tokens * (ffn if op == "swiglu_nvfp4" else width) * 9 // 16  # codes and block scales
-    passes = 1 if tensor_scale is not None else 2
+    passes = 2 if tensor_scale is None else 1
+    tensor_scale = None if tensor_scale is None else torch.tensor(tensor_scale, dtype=torch.float32, device=device)
     if op == "swiglu_nvfp4":
         gate_up = take(tokens, 2 * ffn)
         return Case(

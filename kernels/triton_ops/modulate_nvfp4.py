@@ -19,7 +19,7 @@ def modulated(h, shift, scale, rows, h_stride, shift_stride, scale_stride, token
     return (y + b).to(tl.bfloat16).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def amax_kernel(
     h, shift, scale, rows, h_stride, shift_stride, scale_stride, amax, tokens,
     K: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -28,7 +28,7 @@ def amax_kernel(
     merge_amax(modulated(h, shift, scale, rows, h_stride, shift_stride, scale_stride, token, tokens, columns, K), amax)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def pack_kernel(
     h, shift, scale, rows, h_stride, shift_stride, scale_stride, amax, g, q, scales, tokens,
     K: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, DYNAMIC: tl.constexpr,

@@ -102,13 +102,13 @@ def pack(y, g, token, tokens, block, q, scales, K: tl.constexpr, BLOCKS: tl.cons
     tl.store(scales + offset, tl.where(inside, byte, 0), mask=in_scales)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def amax_kernel(x, x_stride, amax, tokens, K: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr):
     token, block, columns = tile(TOKENS, BLOCKS)
     merge_amax(load16(x, token * x_stride, columns, columns_inside(token, tokens, columns, K)), amax)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def pack_kernel(
     x, x_stride, amax, scale, q, scales, tokens, K: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, DYNAMIC: tl.constexpr
 ):

@@ -18,13 +18,13 @@ def activated(gate_up, stride, token, tokens, columns, K: tl.constexpr, LIBDEVIC
     return (tl.div_rn(gate, 1.0 + e).to(tl.bfloat16).to(tl.float32) * up).to(tl.bfloat16).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def amax_kernel(gate_up, stride, amax, tokens, K: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, LIBDEVICE: tl.constexpr):
     token, block, columns = tile(TOKENS, BLOCKS)
     merge_amax(activated(gate_up, stride, token, tokens, columns, K, LIBDEVICE), amax)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def pack_kernel(
     gate_up, stride, amax, g, q, scales, tokens,
     K: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, DYNAMIC: tl.constexpr, LIBDEVICE: tl.constexpr,
