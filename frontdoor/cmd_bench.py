@@ -1,8 +1,8 @@
 """Measure the pack against stock ComfyUI on this machine; everything after the name goes to the benchmark.
 
-  run.py bench step --weights bf16,int8 --attention fa2,cudnn --shape canonical
-  run.py bench trajectory --steps 12
-  run.py bench compare A.json B.json
+run.py bench step --weights bf16,int8 --attention fa2,cudnn --shape canonical
+run.py bench trajectory --steps 12
+run.py bench compare A.json B.json
 """
 
 import argparse

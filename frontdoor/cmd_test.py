@@ -30,7 +30,7 @@ root, extra = sys.argv[1:3]
 del sys.argv[1:3]
 sys.path[:] = [folder for folder in sys.path if folder not in ("", root)] + ([extra] if extra else [])
 import pytest
-sys.exit(pytest.console_main())
+sys.exit(pytest.main())
 """
 PROBE = """
 import json, torch

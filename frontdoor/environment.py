@@ -15,7 +15,7 @@ REQUIREMENTS = ROOT / "requirements"
 FILES = ("torch.txt", "comfyui.txt", "test-tools.txt", "test.txt", "torch-companions.txt", "constraints.txt")
 STAMP = "h3-vortex.json"
 HOOK_MODULE = "h3_vortex_torchvision"
-PYTHONS = ((3, 10), (3, 14))
+PYTHONS = ((3, 11), (3, 14))  # for which every pinned package has a release
 
 
 class SetupError(RuntimeError):

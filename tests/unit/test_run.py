@@ -68,7 +68,7 @@ def test_pack_is_importable_without_comfyui():
 
 
 def test_pytest_is_started_without_the_root_on_the_path(tmp_path):
-    (tmp_path / "pytest.py").write_text("import sys\ndef console_main():\n    print(sys.path, sys.argv[1:]); return 3\n")
+    (tmp_path / "pytest.py").write_text("import sys\ndef main():\n    print(sys.path, sys.argv[1:]); return 3\n")
     line = [sys.executable, "-c", cmd_test.PYTEST, str(ROOT), str(tmp_path), "tests/unit"]
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 3, done.stderr
