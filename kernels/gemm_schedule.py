@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from . import cache
+from . import cache, nvrtc
 from .cublaslt import Algorithm, Capability, Config, CublasLtError, Matmul, Problem, unavailable_reason, version
 
 log = logging.getLogger("h3_vortex")
@@ -235,7 +235,8 @@ class Schedules:
     def _cache_name(layer: str, problem: Problem, device: torch.device) -> str:
         properties = torch.cuda.get_device_properties(device)
         return cache.digest(
-            layer, problem, properties.name, properties.multi_processor_count, version(), torch.version.cuda, torch.__version__) + ".json"
+            layer, problem, properties.name, properties.multi_processor_count, version(), nvrtc.driver_version(),
+            torch.__version__) + ".json"
 
     @staticmethod
     def _from_cache(name, layer, problem, data, stock) -> Outcome | None:

@@ -113,6 +113,21 @@ def unavailable_reason() -> str | None:
 
 
 @functools.cache
+def driver_version() -> str:
+    """The NVIDIA driver's version (``580.82.07``) from NVML, or "unknown" where there is no NVML."""
+    try:
+        nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+        text = ctypes.create_string_buffer(96)
+        if nvml.nvmlInit_v2():
+            return "unknown"
+        failed = nvml.nvmlSystemGetDriverVersion(text, len(text))
+        nvml.nvmlShutdown()
+    except (OSError, AttributeError):
+        return "unknown"
+    return "unknown" if failed else text.value.decode(errors="replace")
+
+
+@functools.cache
 def nvrtc_version() -> tuple[int, int]:
     major, minor = ctypes.c_int(), ctypes.c_int()
     _check_nvrtc(_libraries()[0].nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")

@@ -3,7 +3,6 @@
 Everything a probe reads goes through one :class:`Environment`, so that a test can describe any GPU and any set of installed packages.
 """
 
-import ctypes
 import functools
 import importlib
 import importlib.metadata
@@ -13,20 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-
-@functools.cache
-def driver_version() -> str:
-    """The NVIDIA driver's version (``580.82.07``) from NVML, or "unknown" where there is no NVML."""
-    try:
-        nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
-        text = ctypes.create_string_buffer(96)
-        if nvml.nvmlInit_v2():
-            return "unknown"
-        failed = nvml.nvmlSystemGetDriverVersion(text, len(text))
-        nvml.nvmlShutdown()
-    except (OSError, AttributeError):
-        return "unknown"
-    return "unknown" if failed else text.value.decode(errors="replace")
+from ..nvrtc import driver_version
 
 
 def distribution_version(name: str) -> str | None:

@@ -5,14 +5,16 @@ ComfyUI's ``attention_pytorch`` calls the same function under a priority list (F
 also steps around a trap of compute capability 9.0: the first call of a process ignores a priority list and takes cuDNN
 (``priority_order`` in torch's ``sdp_utils.cpp``).
 
-FlashAttention and the memory-efficient kernel write token-major memory for any input; cuDNN's output follows the layout of q. All three
-address with 64-bit offsets (torch's ``flash_api.cpp``, ``mem_eff_attention/kernel_forward.h``; cuDNN takes 64-bit strides).
+FlashAttention and the memory-efficient kernel write token-major memory for any input; cuDNN's output follows the layout of q.
+FlashAttention and cuDNN address with 64-bit offsets; the memory-efficient kernel does not (illegal memory access at 110,000 rows of
+stride 21,504 with torch 2.11 on an H200), so it is given copies of what passes int32.
 """
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .backend import Backend, needs_float16, token_major
+from .call import INT32_MAX
 
 
 class _Sdpa(Backend):
@@ -71,6 +73,9 @@ class SdpaEfficient(_Sdpa):
     name = "sdpa_efficient"
     kernel = SDPBackend.EFFICIENT_ATTENTION
     minimum = (5, 0)
+
+    def limits(self, call, env):
+        return {"q": INT32_MAX, "k": INT32_MAX, "v": INT32_MAX}
 
     def refuses(self, call, env):
         return None if call.dtype == torch.float32 and call.head_dim % 8 == 0 else super().refuses(call, env)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from .. import cache
+from .. import cache, nvrtc
 
 log = logging.getLogger("h3_vortex")
 KIND, VERSION = "verdicts", 1
@@ -55,7 +55,7 @@ def environment(device: torch.device, host_digest: str) -> str:
     """File name of the verdicts that hold here."""
     parts = [device_name(device), torch.__version__, str(torch.version.cuda), _distribution("comfy-kitchen"), _sources(), host_digest]
     if device.type == "cuda":
-        parts += [str(torch.cuda.get_device_capability(device)), str(torch._C._cuda_getDriverVersion())]
+        parts += [str(torch.cuda.get_device_capability(device)), nvrtc.driver_version()]
     return cache.digest(*parts)[:32] + ".json"
 
 
@@ -70,7 +70,13 @@ def _load(file: str) -> None:
     if file not in _loaded:
         _loaded.add(file)
         for case, data in (cache.read_json(KIND, file, VERSION) or {}).items():
-            _verdicts.setdefault(case, Verdict(data["equal"], data["note"] + " (remembered)", tuple(data["ms"]) if data["ms"] else None))
+            verdict = Verdict(data["equal"], data["note"] + " (remembered)", tuple(data["ms"]) if data["ms"] else None)
+            if _verdicts.setdefault(case, verdict) is verdict and not verdict.equal:
+                _shout(case, verdict)
+
+
+def _shout(case: str, verdict: Verdict) -> None:
+    log.error("H3 Vortex: %s switched off, stock runs instead: %s", case, verdict.note)
 
 
 def known(case: str, file: str) -> Verdict | None:
@@ -108,7 +114,7 @@ def settle(
             verdict = Verdict(True, f"equal to stock on {SAMPLE_ROWS} rows", time() if time is not None else None)
         _verdicts[case] = verdict
         if not verdict.equal:
-            log.error("H3 Vortex: %s switched off, stock runs instead: %s", case, verdict.note)
+            _shout(case, verdict)
         if failure is None:
             stored = cache.read_json(KIND, file, VERSION) or {}
             stored[case] = asdict(verdict)
@@ -146,6 +152,8 @@ def activations(rows: int, width: int, dtype: torch.dtype, device: torch.device,
     with ``poison`` also rows of NaN, infinities and random bits (not for quantisers whose scale spans the tensor: one such row makes
     every byte of both sides meaningless).
     """
+    if rows > SAMPLE_ROWS:  # made once, repeated on the device
+        return activations(SAMPLE_ROWS, width, dtype, device, seed, poison)[torch.arange(rows, device=device) % SAMPLE_ROWS]
     generator = torch.Generator("cpu").manual_seed(seed)
     x = torch.randn(rows, width, generator=generator) * 1.6
     eighth = max(rows // 8, 1)
