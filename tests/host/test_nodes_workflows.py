@@ -29,7 +29,7 @@ def test_graphs_use_known_nodes_and_inputs(server, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_graph_makes_a_playable_video(server, name, tmp_path):
-    result = server.queue(graph(name), timeout=400)
+    result = server.queue(graph(name), timeout=900)
     assert result.ok, result.message()
     ((node, entry),) = [found for found in result.files() if found[1]["filename"].endswith(".mp4")]
     assert node == "save"
