@@ -41,20 +41,6 @@ def test_every_node_is_in_our_category_and_described(nodes_info):
         assert entry["display_name"].startswith("H3 "), name
 
 
-def test_every_input_has_a_tooltip(nodes_info):
-    for name, entry in nodes_info.items():
-        for group in ("required", "optional"):
-            for title, spec in (entry["input"].get(group) or {}).items():
-                options = spec[1] if len(spec) > 1 else {}
-                assert options.get("tooltip"), f"{name}.{title} has no tooltip"
-
-
-def test_every_output_has_a_tooltip(nodes_info):
-    for name, entry in nodes_info.items():
-        assert len(entry.get("output_tooltips") or ()) == len(entry["output"]), name
-        assert all(entry["output_tooltips"]), name
-
-
 def test_every_bundled_graph_names_nodes_that_exist(server):
     known = set(server.object_info())
     graphs = sorted((ROOT / "workflows" / "api").glob("*.json"))
