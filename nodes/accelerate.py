@@ -47,7 +47,7 @@ class H3VortexAccelerate(io.ComfyNode):
                     "backends, timed once on this GPU at this shape; not stock's bytes, error shown. A name: that backend, or an error.",
                 ),
                 *(
-                    io.Boolean.Input(name, default=True, advanced=True, tooltip=f"{text} Only read in advanced mode.")
+                    io.Boolean.Input(name, default=True, optional=True, advanced=True, tooltip=f"{text} Only read in advanced mode.")
                     for name, text in SWITCHES.items()
                 ),
             ],

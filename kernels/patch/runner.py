@@ -37,7 +37,8 @@ class ModelCall:
         self.calls = Calls()
         self.rows_seen = 0
         self._row_buffer = row_buffer
-        self._row_map = self._segments = None
+        self._row_map = self._segments = self._override = None
+        self._described = False
 
     def release(self) -> None:
         """Drop what the wrapper allocated, whoever still holds this object."""
@@ -225,7 +226,8 @@ class ModelCall:
         options = args["transformer_options"]
         if self.plan is not None and not self.plan.is_stock:
             return self._planned_attention(attn, q, k, v, options)
-        self.session.attention = self._describe_attention(attn, options)
+        if not self._described:
+            self.session.attention, self._described = self._describe_attention(attn, options), True
         if self.core.clones_v and not self._v_may_be_a_view(attn, v, options):
             v = v.clone()
         heads = [q, k, v]
@@ -243,8 +245,16 @@ class ModelCall:
         self.session.attention = self._describe_attention(attn, options)
         return out
 
+    def _attention_function(self, attn, options) -> tuple[str, str]:
+        """``core.attention_function``; an override is the same for every block of a call and is looked into once."""
+        if "optimized_attention_override" not in options:
+            return self.core.attention_function(attn, options)
+        if self._override is None:
+            self._override = self.core.attention_function(attn, options)
+        return self._override
+
     def _describe_attention(self, attn, options) -> dict:
-        name, source = self.core.attention_function(attn, options)
+        name, source = self._attention_function(attn, options)
         told = {"backend": name, "chosen_by": source, "class": "E0"}
         if self.plan is not None:
             report = self.plan.report()
@@ -254,7 +264,7 @@ class ModelCall:
         return told
 
     def _v_may_be_a_view(self, attn, v, options) -> bool:
-        name, source = self.core.attention_function(attn, options)
+        name, _ = self._attention_function(attn, options)
         reason = None
         if not self.features.v_view:
             reason = "switched off"

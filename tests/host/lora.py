@@ -5,23 +5,25 @@ import torch
 LAYERS = ("attn.qkv_proj", "attn.out_proj", "mlp.fc1", "mlp.fc2")
 
 
-def state_dict(diffusion_model, layers=LAYERS, rank=4, seed=3):
+def tensors(blocks, widths, rank=4, seed=3):
+    """``widths``: layer -> (outputs, inputs), for every block."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    tensors = {}
-    for index, block in enumerate(diffusion_model.blocks):
-        for name in layers:
-            out, width = block.get_submodule(name).weight.shape
+    found = {}
+    for index in range(blocks):
+        for name, (out, width) in widths.items():
             key = f"diffusion_model.blocks.{index}.{name}"
-            tensors[f"{key}.lora_A.weight"] = torch.randn(rank, width, generator=generator) * 0.05
-            tensors[f"{key}.lora_B.weight"] = torch.randn(out, rank, generator=generator) * 0.05
-    return tensors
+            found[f"{key}.lora_A.weight"] = torch.randn(rank, width, generator=generator) * 0.05
+            found[f"{key}.lora_B.weight"] = torch.randn(out, rank, generator=generator) * 0.05
+    return found
 
 
 def add(patcher, layers=LAYERS):
     """A clone of ``patcher`` with the LoRA at strength 1."""
     import comfy.sd
 
-    return comfy.sd.load_lora_for_models(patcher, None, state_dict(patcher.model.diffusion_model, layers), 1.0, 0.0)[0]
+    blocks = patcher.model.diffusion_model.blocks
+    widths = {name: tuple(blocks[0].get_submodule(name).weight.shape) for name in layers}
+    return comfy.sd.load_lora_for_models(patcher, None, tensors(len(blocks), widths), 1.0, 0.0)[0]
 
 
 def keep_weights_out(monkeypatch):

@@ -60,6 +60,11 @@ def fused(report, op):
     return sum(report["ops"].get(op, {"fused": {}})["fused"].values())
 
 
+def fused_forms(report, op):
+    """Fused calls of an op and of its forms that quantise what they make."""
+    return sum(fused(report, op + form) for form in ("", "_nvfp4", "_int8"))
+
+
 def stock(report, op):
     """Reasons for which an op's stock call ran."""
     return report["ops"].get(op, {"stock": {}})["stock"]

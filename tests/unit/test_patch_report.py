@@ -1,0 +1,100 @@
+"""Counts, the log line of a run, and what the status route may say."""
+
+import gc
+import json
+import logging
+import threading
+
+import pytest
+from h3_vortex.kernels.patch import report
+from h3_vortex.kernels.patch.report import Calls, Session, status, timed_run
+
+
+def calls(fused=(), stock=()):
+    made = Calls()
+    for key in fused:
+        made.fused[key] += 1
+    for key in stock:
+        made.stock[key] += 1
+    return made
+
+
+@pytest.fixture(autouse=True)
+def own_process(monkeypatch):
+    monkeypatch.setattr(report, "_process", {"warm": False, "runs": 0, "complete_runs": 0, "last_run": None})
+
+
+def test_table_by_op():
+    made = calls([("gate", "cuda"), ("gate", "cuda"), ("gate", "triton")], [("gate", "training"), ("swiglu", "switched off")])
+    assert made.table() == {
+        "gate": {"fused": {"cuda": 2, "triton": 1}, "stock": {"training": 1}},
+        "swiglu": {"fused": {}, "stock": {"switched off": 1}}}
+
+
+def test_a_run_has_its_own_counts(caplog):
+    caplog.set_level(logging.INFO, "h3_vortex")
+    session = Session("exact", "stock (exact)")
+    for _ in range(2):
+        with timed_run(session):
+            session.finish_call(calls([("gate", "cuda")]), rows=78)
+    told = session.report()
+    assert told["ops"]["gate"]["fused"] == {"cuda": 2} and told["last_run_ops"]["gate"]["fused"] == {"cuda": 1}
+    assert told["model_calls"] == 2 and told["packed_rows"] == 78
+    lines = [r.message for r in caplog.records]
+    assert len(lines) == 2 and "complete run, 1 model calls of 78 rows" in lines[0] and "1 fused calls, 0 stock calls" in lines[0]
+
+
+def test_an_interrupted_run_is_said_to_be_one(caplog):
+    caplog.set_level(logging.INFO, "h3_vortex")
+    session = Session("exact", "stock (exact)")
+    with pytest.raises(KeyboardInterrupt), timed_run(session):
+        raise KeyboardInterrupt
+    assert "interrupted run" in caplog.text
+    assert status()["last_run"]["complete"] is False and status()["ready"] is False
+
+
+def test_ready_after_a_complete_run_and_stays():
+    session = Session("exact", "stock (exact)")
+    assert status()["ready"] is False
+    with timed_run(session):
+        pass
+    with pytest.raises(RuntimeError), timed_run(session):
+        raise RuntimeError
+    assert status()["ready"] is True and status()["runs"] == 2 and status()["warm"] is False
+
+
+def test_ready_after_warmup():
+    report.mark_warm()
+    assert status()["ready"] is True and status()["warm"] is True
+
+
+def test_status_forgets_models_that_are_gone():
+    gc.collect()
+    session = Session("exact", "stock (exact)")
+    before = len(status()["models"])
+    del session
+    gc.collect()
+    assert len(status()["models"]) == before - 1
+
+
+def test_step_aside_is_said_once(caplog):
+    session = Session("exact", "stock (exact)")
+    for _ in range(3):
+        session.step_aside("H3 Vortex: because")
+    assert len(caplog.records) == 1 and session.report()["stepped_aside"] == "H3 Vortex: because"
+
+
+def test_counts_of_several_threads_add_up():
+    session = Session("exact", "stock (exact)")
+    threads = [threading.Thread(target=lambda: [session.finish_call(calls([("gate", "cuda")]), 1) for _ in range(50)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert session.report()["ops"]["gate"]["fused"]["cuda"] == session.report()["model_calls"] == 200
+
+
+def test_everything_is_json():
+    session = Session("exact", "stock (exact)")
+    json.dumps([session.report(), status()])
+    assert report.pack_version().count(".") == 2
