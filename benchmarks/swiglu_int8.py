@@ -1,7 +1,7 @@
-"""``python benchmarks swiglu_int8``: SwiGLU, rotation and quantisation of FC2's input against kitchen's folded kernel."""
+"""``python benchmarks swiglu_int8``: SwiGLU, rotation and quantisation of FC2's input, against kitchen's folded kernel."""
 
-from .int8_cases import bench
+from .op_cases import bench
 
 
 def main(argv):
-    return bench("swiglu_int8", [("swiglu_int8", {"ffn": 14336})], argv, __doc__)
+    return bench("swiglu_int8", ("swiglu_int8",), argv, __doc__)

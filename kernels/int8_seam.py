@@ -127,6 +127,16 @@ def call_reason(x: torch.Tensor, columns: int) -> str | None:
     return "needs a stream that is not being captured" if torch.cuda.is_current_stream_capturing() else None
 
 
+def quantize(x: torch.Tensor, input_act: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Kitchen's CUDA quantiser, which stock runs in front of its GEMM: rotated codes and row scales of contiguous bf16 ``[S, K]``
+    (``[S, 2K]`` with ``"swiglu"``). For verification, tests and benchmarks. Raises :class:`SeamUnavailable` off CUDA.
+    """
+    cuda = kitchen()
+    if x.device.type != "cuda":
+        raise SeamUnavailable(f"needs a cuda tensor, got one on {x.device}: comfy-kitchen's other backends give other bytes")
+    return cuda.quantize_int8_rowwise_convrot64(x, GROUP, 0, *([] if input_act is None else [input_act]))
+
+
 def stock(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, input_act: str | None = None
 ) -> torch.Tensor:

@@ -51,7 +51,7 @@ def reference(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def stock(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Stock's own call: kitchen's CUDA quantiser with the folded activation. For verification, tests and benchmarks."""
-    return int8_seam.kitchen().quantize_int8_rowwise_convrot64(gate_up, GROUP, 0, "swiglu")
+    return int8_seam.quantize(gate_up, "swiglu")
 
 
 def check(gate_up) -> None:

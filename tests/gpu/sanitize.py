@@ -39,7 +39,21 @@ def bf16_ops(device):
                 yield f"{op} {tokens} x {width} {table_dtype}", differing(got, case.stock(*case.inputs()))
 
 
-RUNS = [bf16_ops]
+def int8_ops(device):
+    """The four INT8-ConvRot ops; widths that leave half-warps, steps and warps without a group."""
+    from h3_vortex.benchmarks.int8_cases import OPS, make
+    from h3_vortex.kernels.dispatch import use_backend
+    from h3_vortex.tests.gpu.data import differing
+
+    for op in OPS:
+        for tokens, width in ((3, 256), (37, 1280), (19, 5376)):
+            case = make(op, tokens, device, width=width, ffn=width)
+            with use_backend("cuda"):
+                got = case.ours(*case.inputs())
+            yield f"{op} {tokens} x {width}", differing(got, case.stock(*case.inputs()))
+
+
+RUNS = [bf16_ops, int8_ops]
 
 
 def main() -> int:

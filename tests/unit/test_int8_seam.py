@@ -73,13 +73,20 @@ def test_known_versions(monkeypatch, version):
     cuda = fake_cuda(quantize_int8_rowwise_convrot64=lambda *a, **k: calls.append(inspect.Signature(parameters).bind(*a, **k).arguments))
     assert int8_seam.probe(cuda) is None
     install(monkeypatch, cuda)
-    x = torch.zeros(4, 512, dtype=torch.bfloat16)
+    x = Input(4, 512)
     quantize_rotate_int8.stock(x)
     swiglu_int8.stock(x)
     assert calls == [
         {"weight_2d": x, "group_size": 256, "stochastic_rounding": 0},
         {"weight_2d": x, "group_size": 256, "stochastic_rounding": 0, "input_act": "swiglu"},
     ]
+
+
+def test_the_stock_quantiser_is_cuda_only(monkeypatch):
+    """Kitchen's other backends would answer too, with other bytes."""
+    install(monkeypatch, fake_cuda())
+    with pytest.raises(int8_seam.SeamUnavailable, match="other backends give other bytes"):
+        quantize_rotate_int8.stock(torch.zeros(4, 512, dtype=torch.bfloat16))
 
 
 def test_the_installed_kitchen_is_one_of_them():
