@@ -100,7 +100,8 @@ def _plan(x, gated):
 
 def _plan_cuda(x, weight, shift, scale, rows, eps):
     launch = _plan(x, gated=False)
-    return lambda x, weight, shift, scale, rows, eps: launch(x, x, shift, weight, shift, scale, rows, eps)  # x, shift: unread stand-ins
+    # x and weight also stand in for the residual branch and the gate, which are not read
+    return lambda x, weight, shift, scale, rows, eps: launch(x, x, weight, weight, shift, scale, rows, eps)
 
 
 def _plan_cuda_gated(x, other, gate, weight, shift, scale, rows, eps):
