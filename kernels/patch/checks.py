@@ -166,8 +166,8 @@ def block(core, model, block, run_block, dtype, device) -> tuple[list, list]:
     Catches what no signature shows: a core whose block does something else than the runner reproduces.
     """
     rows, generator = verification.SAMPLE_ROWS, torch.Generator("cpu").manual_seed(0)
-    x = verification.activations(rows, model.hidden_size, dtype, device, 0, poison=False)
-    t_dtype = torch.float32 if model.use_adaln_curves else dtype
+    x = verification.activations(rows, block.norm1.weight.shape[0], dtype, device, 0, poison=False)
+    t_dtype = torch.float32 if hasattr(model, "adaln_t_table") else dtype
     t_emb = torch.randn(2, block.adaln_proj.linear.in_features, generator=generator).to(device, t_dtype)
     angles = torch.rand(rows, 2 * 3 * model.rope.inv_freq.shape[0], generator=generator) * 100
     rope = core.model.rope_rotation_table(angles.to(device), dtype)

@@ -6,7 +6,7 @@ cannot be paused, one APPLY_MODEL wrapper that runs the call without it. All are
 """
 
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -207,7 +207,8 @@ def _model_problem(core, session, features, model, x, context) -> str | None:
 
 def _verify_block(core, session, features, model, block, case, file, dtype, device):
     def run_block(args):
-        call = ModelCall(core, session, features, None)
+        # v is judged by itself, at a length where attention runs as it does in a job
+        call = ModelCall(core, session, replace(features, v_view=False), None)
         return call.block(block, args, lambda inner: {"img": block(**_forward_arguments(inner))})
 
     with core.pause():

@@ -164,6 +164,10 @@ class Core:
             linear, None, dtype=linear.weight.dtype, device=x.device, bias_dtype=x.dtype, offloadable=True, compute_dtype=x.dtype,
             want_requant=True)
         try:
+            if not isinstance(weight, self.QuantizedTensor):
+                raise RuntimeError(
+                    "H3 Vortex: ComfyUI's cast returned a dense weight for an INT8 layer that was quantised a moment ago; "
+                    "switch int8 off in H3 Accelerate (mode advanced) and report this")
             yield self.quant.TensorWiseINT8Layout.get_plain_tensors(weight)
         finally:
             self.ops.uncast_bias_weight(linear, weight, bias, stream)

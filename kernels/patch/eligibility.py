@@ -13,6 +13,20 @@ CONVROT_GROUP = 256
 INT8_MAX_K = 16384  # kitchen's fused quantiser; wider inputs take another route with other bytes
 
 
+class SidePath:
+    """Mark of what :mod:`.side_path` hangs on modules: the branches (forward hooks of Linears) and what stands in for ``MLP.forward``.
+
+    The runner adds the branches itself, so to it such a module is stock.
+    """
+
+    previous = None  # the instance's own forward before
+
+
+def side_paths(linear) -> list:
+    """The branches beside ``linear``, in the order in which they are added."""
+    return [hook for hook in linear._forward_hooks.values() if isinstance(hook, SidePath)]
+
+
 @dataclass(frozen=True)
 class Input:
     """What a Linear is fed: ``plain`` activations, or ones that an op of ours has already quantised.
@@ -41,13 +55,21 @@ def foreign(module, home: str) -> str | None:
         home: the core module that its class must come from.
     """
     stock = type(module).forward
-    own = vars(module).get("forward")  # an object patch; ComfyUI leaves the original bound here after undoing one
-    function = stock if own is None else getattr(own, "__func__", own)
+    function = own_forward(module) or stock
     if function is not stock or stock.__module__ != home or hasattr(stock, "__wrapped__"):
         return f"{type(module).__name__}.forward is {origin(function)}"
-    if module._forward_hooks or module._forward_pre_hooks:
+    if module._forward_pre_hooks or len(module._forward_hooks) > len(side_paths(module)):
         return f"{type(module).__name__} has forward hooks"
     return None
+
+
+def own_forward(module):
+    """The function that an instance runs in place of its class's forward, or None."""
+    own = vars(module).get("forward")  # an object patch; ComfyUI leaves the original bound here after undoing one
+    if isinstance(own, SidePath):
+        own = own.previous
+    function = getattr(own, "__func__", own)
+    return None if function is type(module).forward else function
 
 
 def norm_problem(norm, x, ops_home: str) -> str | None:
@@ -91,6 +113,8 @@ def _layer(layer) -> str:
         value = getattr(layer, name, None)
         if value is not None and (isinstance(value, torch.Tensor) or value):
             state.append(name)
+    if side_paths(layer):
+        state.append("side_path")
     return "+".join(state)
 
 

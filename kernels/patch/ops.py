@@ -24,6 +24,17 @@ HOMES = {
     "norm_modulate_int8": ("norm_modulate_int8", "int8"),
     "gate_norm_modulate_int8": ("norm_modulate_int8", "int8"),
     "swiglu_int8": ("swiglu_int8", "int8"),
+    "gate_twice": ("gate", "gate"),
+    "gate_norm_modulate_twice": ("gate_norm_modulate", "norm"),
+    "qk_norm_rope_torch": ("qk_norm_rope", "rope"),
+    "swiglu_value_gate": ("swiglu", "swiglu"),
+}
+# variant -> (the op whose function it is, the argument that selects it)
+VARIANTS = {
+    "gate_twice": ("gate", {"rounding": "twice"}),
+    "gate_norm_modulate_twice": ("gate_norm_modulate", {"rounding": "twice"}),
+    "qk_norm_rope_torch": ("qk_norm_rope", {"norm": "torch"}),
+    "swiglu_value_gate": ("swiglu", {"order": "value_gate"}),
 }
 
 
@@ -49,7 +60,13 @@ class Features:
 def _load(name: str):
     """(public function, Op) of an op."""
     module = importlib.import_module(f"..{HOMES[name][0]}", __package__)
-    return getattr(module, name), Op.registry[name]
+    stem, variant = VARIANTS.get(name, (name, {}))
+    return functools.partial(getattr(module, stem), **variant), Op.registry[name]
+
+
+def stem(name: str) -> str:
+    """The op that ``name`` is, or is a variant of."""
+    return VARIANTS.get(name, (name,))[0]
 
 
 def complete(name: str, args: tuple) -> tuple:

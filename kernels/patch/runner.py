@@ -12,11 +12,12 @@ from dataclasses import replace
 import torch
 
 from .. import segments
-from . import checks, eligibility, ops, verification
+from . import checks, eligibility, ops, side_path, verification
 from .core import BLOCK_ARGUMENTS, VIEW_SAFE
 from .report import Calls, Session
 
 STOCK_V_COPY = "attention_v_view"
+SIDE_PATH = "Turbo LoRA side path on this layer: its input is written out, and quantised from there"
 
 
 class ModelCall:
@@ -65,14 +66,14 @@ class ModelCall:
         else:
             elsewhere = eligibility.foreign(attn, self.core.model.__name__)
         takes = eligibility.Input() if elsewhere else self._takes(attn.qkv_proj, x)
-        h = self._norm_modulate(block.norm1, x, None, None, shift_msa, scale_msa, runs, rows, takes)
+        h = self._norm_modulate(block.norm1, x, None, None, shift_msa, scale_msa, runs, rows, self._in_front(attn.qkv_proj, takes))
         if elsewhere:
             self.calls.stock["attention", elsewhere] += 1
             self.session.attention = {"backend": "not this pack's", "chosen_by": elsewhere, "class": "as without this pack"}
             other = (attention or attn)(h, rope_freqs=args["rope_freqs"], transformer_options=args["transformer_options"])
             del h
         else:
-            box = [self._linear(attn.qkv_proj, h, x)]
+            box = [self._project(attn.qkv_proj, h, x, takes)]
             del h
             heads = self._attention(attn, box, args)
             other = self._out_proj(attn.out_proj, heads)
@@ -80,13 +81,13 @@ class ModelCall:
 
         elsewhere = eligibility.foreign(mlp, self.core.model.__name__)
         takes = eligibility.Input() if elsewhere else self._takes(mlp.fc1, x)
-        h = self._norm_modulate(block.norm2, x, gate_msa, other, shift_mlp, scale_mlp, runs, rows, takes)
+        h = self._norm_modulate(block.norm2, x, gate_msa, other, shift_mlp, scale_mlp, runs, rows, self._in_front(mlp.fc1, takes))
         del other
         if elsewhere:
             self.calls.stock["mlp", elsewhere] += 1
             other = mlp(h)
         else:
-            box = [self._linear(mlp.fc1, h, x)]
+            box = [self._project(mlp.fc1, h, x, takes)]
             del h
             other = self._fc2(mlp.fc2, box)
         self._gate(x, other, gate_mlp, runs, rows)
@@ -158,6 +159,13 @@ class ModelCall:
             self.calls.stock[f"quantised input ({takes.layout})", takes.reason] += 1
         return takes
 
+    def _in_front(self, linear, takes) -> eligibility.Input:
+        """The form that the op in front of ``linear`` writes: a branch beside the layer needs the activation itself."""
+        if takes.form == "plain" or not eligibility.side_paths(linear):
+            return takes
+        self.calls.stock[f"quantised input ({takes.layout})", SIDE_PATH] += 1
+        return eligibility.Input()
+
     # -- pieces -----------------------------------------------------------------------------------------------------------------------
 
     def _norm_modulate(self, norm, x, gate, other, shift, scale, runs, rows, takes):
@@ -211,6 +219,30 @@ class ModelCall:
             return linear(h)
         with self.core.int8_weight(linear, like) as (qdata, scale):
             return ops.int8_gemm(h, qdata, scale, like.dtype)
+
+    def _project(self, linear, h, like, takes):
+        """``linear`` of ``h``, quantised already or not; with a branch beside it, ``h`` is plain and quantised here for the base product."""
+        if takes.form == "plain" or not eligibility.side_paths(linear):
+            return self._linear(linear, h, like)
+        ready = self._quantised(h, takes)
+        return linear(h) if ready is None else self._beside(linear, h, self._base(linear, ready, h))
+
+    def _quantised(self, h, takes):
+        """Plain ``h`` in the form that a Linear takes, or None when it takes plain input or the op may not run."""
+        if takes.form == "nvfp4":
+            triple = self._try("nvfp4_quantize", h, takes.scale)
+            return None if triple is None else self._nvfp4(triple, h)
+        return self._try("quantize_rotate_int8", h) if takes.form == "int8" else None
+
+    def _base(self, linear, ready, like):
+        """The layer's own product of a quantised input, without the branches beside it."""
+        return self._linear(linear, ready, like) if isinstance(ready, tuple) else linear.forward(ready)
+
+    def _beside(self, linear, h, out):
+        """``out`` with the branches of plain ``h``."""
+        for branch in eligibility.side_paths(linear):
+            out = branch.add(h, out)
+        return out
 
     def _attention(self, attn, box, args) -> torch.Tensor:
         """Attention of the fused projection in ``box`` (emptied: nobody else keeps it alive). Returns ``[S, heads * D]``."""
@@ -285,35 +317,35 @@ class ModelCall:
 
     def _out_proj(self, linear, heads):
         takes = self._takes(linear, heads)
-        if takes.form == "nvfp4":
-            triple = self._try("nvfp4_quantize", heads, takes.scale)
-            if triple is not None:
-                return linear(self._nvfp4(triple, heads))
-        elif takes.form == "int8":
-            pair = self._try("quantize_rotate_int8", heads)
-            if pair is not None:
-                return self._linear(linear, pair, heads)
-        return linear(heads)
+        ready = self._quantised(heads, takes)
+        return linear(heads) if ready is None else self._beside(linear, heads, self._base(linear, ready, heads))
 
     def _fc2(self, linear, box):
         """SwiGLU and FC2 of the ``[gate | up]`` in ``box`` (emptied). Stock folds the activation into kitchen's quantiser for INT8 only."""
         gate_up = box.pop()
         half = gate_up[:, : gate_up.shape[1] // 2]
         takes = self._takes(linear, half)
-        if takes.form == "nvfp4":
+        if takes.form == "int8":
+            pair = self._try("swiglu_int8", gate_up)
+            if pair is not None:
+                return self._fc2_branches(linear, gate_up, self._linear(linear, pair, half))
+        elif self._in_front(linear, takes).form == "nvfp4":
             triple = self._try("swiglu_nvfp4", gate_up, takes.scale)
             if triple is not None:
                 h = self._nvfp4(triple, half)
                 del gate_up, half
                 return linear(h)
-        elif takes.form == "int8":
-            pair = self._try("swiglu_int8", gate_up)
-            if pair is not None:
-                return self._linear(linear, pair, half)
         if getattr(linear.weight, "_layout_cls", None) == eligibility.INT8:
-            return self.core.ops.linear_input_act(linear, gate_up, "swiglu")
+            return side_path.swiglu_linear(self.core.ops, linear, gate_up)
         h = self._try("swiglu", gate_up)
         if h is None:
-            return self.core.ops.linear_input_act(linear, gate_up, "swiglu")
+            return side_path.swiglu_linear(self.core.ops, linear, gate_up)
         del gate_up, half
-        return linear(h)
+        return self._project(linear, h, h, takes)
+
+    def _fc2_branches(self, linear, gate_up, out):
+        """``out`` of an INT8 FC2 with the branches beside it: the base product took its input from ``gate_up`` directly."""
+        if not eligibility.side_paths(linear):
+            return out
+        h = self._try("swiglu", gate_up)
+        return self._beside(linear, self.core.ops.INPUT_ACT_EAGER["swiglu"](gate_up) if h is None else h, out)

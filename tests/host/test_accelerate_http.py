@@ -15,8 +15,8 @@ STEPS, BLOCKS = 4, 2
 
 
 @pytest.fixture(scope="module")
-def running(start_server, tiny_models, tmp_path_factory):
-    """A server with this pack, the test nodes and the tiny models, and a LoRA for them."""
+def base(tiny_models, tmp_path_factory):
+    """A base directory with this pack, the test nodes and the tiny models, and a LoRA for them."""
     import safetensors.torch
     from h3_vortex.h3 import tiny
     from h3_vortex.tests.host import lora
@@ -35,7 +35,18 @@ def running(start_server, tiny_models, tmp_path_factory):
     widths = {"attn.qkv_proj": (3 * tiny.HEADS * tiny.HEAD_DIM, tiny.HIDDEN), "attn.out_proj": (tiny.HIDDEN, tiny.HEADS * tiny.HEAD_DIM),
               "mlp.fc1": (2 * tiny.FFN, tiny.HIDDEN), "mlp.fc2": (tiny.HIDDEN, tiny.FFN)}
     safetensors.torch.save_file(lora.tensors(tiny.LAYERS, widths), base / "models" / "loras" / "random.safetensors")
-    with start_server("--whitelist-custom-nodes", PACK_FOLDER, TEST_NODES, base=base) as server:
+    return base
+
+
+@pytest.fixture(scope="module")
+def fresh(start_server, base):
+    """Starts a server of its own."""
+    return lambda: start_server("--whitelist-custom-nodes", PACK_FOLDER, TEST_NODES, base=base)
+
+
+@pytest.fixture(scope="module")
+def running(fresh):
+    with fresh() as server:
         yield server
 
 
@@ -95,6 +106,14 @@ def test_w4a4_patched_is_stock(running, name, lora):
     for op in ("norm_modulate_nvfp4", "gate_norm_modulate_nvfp4", "nvfp4_quantize", "swiglu_nvfp4"):
         assert fused(patched["report"], op) == STEPS * BLOCKS
     assert not stock(patched["report"], "quantised input (TensorCoreNVFP4Layout)")
+
+
+def test_a_fresh_process_gives_the_same_bytes(running, fresh):
+    """The process that ran everything above, patched and plain in turn, against one that runs the patched model first and alone."""
+    with fresh() as server:
+        patched = run(server, "pruned_int8_convrot", accelerate="H3TestEager")["sha256"]
+        plain = run(server, "pruned_int8_convrot")["sha256"]
+    assert patched == plain == run(running, "pruned_int8_convrot", accelerate="H3TestEager")["sha256"] == run(running, "pruned_int8_convrot")["sha256"]
 
 
 def test_node_and_status_route(running):

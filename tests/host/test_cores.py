@@ -202,6 +202,61 @@ def test_pauses_of_two_threads_do_not_mix(fresh_core, comfy):
     assert len(entered) == 2 and len(set(entered)) == 2
 
 
+# -- attention of newer cores ----------------------------------------------------------------------------------------------------------
+
+
+def test_preferred_attention_of_newer_cores(model, fresh_core, monkeypatch):
+    """``attn.comfy_attention`` goes along where the core's own forward passes it, and only for layers that have one."""
+    from h3_vortex.kernels.patch.comfyui import accelerate, report
+
+    module, seen = sys.modules[fresh_core.MODEL], []
+    original = module.optimized_attention
+
+    def newer(*args, preferred_attention=None, **kwargs):
+        seen.append(preferred_attention)
+        return original(*args, **kwargs)
+
+    def attention_declared():
+        pass
+
+    expected = sample(model, conditioning())
+    monkeypatch.setattr(module, "optimized_attention", newer)
+    core = fresh_core.probe()
+    core.prefers_attention = True
+    declared = SimpleNamespace(function=attention_declared)
+    blocks = model.model.diffusion_model.blocks
+    monkeypatch.setattr(blocks[0].attn, "comfy_attention", declared, raising=False)
+    patched = accelerate(model, EAGER)
+    assert same(sample(patched, conditioning(), steps=1), sample(model, conditioning(), steps=1))
+    ours = [entry for entry in seen if entry is not None]
+    assert ours and set(map(id, ours)) == {id(declared)}
+    assert report(patched)["attention"]["backend"] == "attention_declared"
+    assert report(patched)["attention"]["chosen_by"] == "checkpoint"
+    assert same(sample(patched, conditioning()), expected)
+
+
+@pytest.mark.parametrize("clones", [True, False])
+def test_v_is_copied_where_stock_copies_it(model, fresh_core, monkeypatch, clones):
+    """On the CPU no backend is known to be indifferent, so v is a copy exactly where the core's own forward makes one."""
+    from h3_vortex.kernels.patch.comfyui import accelerate
+
+    module, contiguous = sys.modules[fresh_core.MODEL], []
+    original = module.optimized_attention
+
+    def watched(q, k, v, *args, **kwargs):
+        contiguous.append(v.peek().transpose(1, 2).is_contiguous())
+        return original(q, k, v, *args, **kwargs)
+
+    sample(accelerate(model, EAGER), conditioning(), steps=1)
+    core = fresh_core.probe()
+    assert core.clones_v == (".clone()" in inspect.getsource(module.Attention.forward))
+    core.clones_v = clones
+    monkeypatch.setattr(module, "optimized_attention", watched)
+    sample(accelerate(model, EAGER), conditioning(), steps=1)
+    blocks = len(model.model.diffusion_model.blocks)
+    assert contiguous[-blocks:] == [clones] * blocks
+
+
 # -- allocation scopes -----------------------------------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,9 @@ def unequal_pair():
 @pytest.mark.parametrize("a, b, same", [
     (torch.tensor([0.0]), torch.tensor([-0.0]), False),
     (torch.tensor([math.nan]), torch.tensor([math.nan]), True),
+    (torch.tensor([0x7FC1], dtype=torch.int16).view(torch.bfloat16), torch.tensor([math.nan], dtype=torch.bfloat16), True),
+    (torch.tensor([math.nan, 1.0]), torch.tensor([1.0, math.nan]), False),
+    (torch.tensor([math.nan, 1.0]), torch.tensor([math.nan, 2.0]), False),
     (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.bfloat16), False),
     (torch.zeros(2, 3), torch.zeros(3, 2), False),
     (torch.arange(6).view(2, 3).t(), torch.arange(6).view(2, 3).t().contiguous(), True),
