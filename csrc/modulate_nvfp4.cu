@@ -51,7 +51,7 @@ modulate_nvfp4(const unsigned short* x, const uint4* weight, const float* rstd, 
   source.x_stride = x_stride, source.scale_stride = scale_stride, source.shift_stride = shift_stride;
   source.current = -1;
 #if NORM
-  const int block = min((blockIdx.x % STRIPS) * THREADS + threadIdx.x, BLOCKS - 1);
+  const int block = min((int)((blockIdx.x % STRIPS) * THREADS + threadIdx.x), BLOCKS - 1);
   source.rstd = rstd;
   source.weight_a = __ldg(weight + 2 * block), source.weight_b = __ldg(weight + 2 * block + 1);
 #endif

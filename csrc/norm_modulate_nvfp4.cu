@@ -47,10 +47,11 @@ norm_modulate_nvfp4(unsigned short* x, const unsigned short* other, const table_
   for (int j = 0; j < STEPS; j++) {
     uint4 y = make_uint4(0, 0, 0, 0);
     if (INSIDE(j)) y = modulate8(normalize8(v[j], __ldg(weight + VECTOR(j)), rstd), load_scale(a, VECTOR(j)), load_table(b, VECTOR(j)));
-    u32 m = amax8(y), byte;  // of half a block: its other half is in the neighbouring lane
+    bool special;
+    u32 m = amax8(y, special), byte;  // of half a block: its other half is in the neighbouring lane
     m = max2(m, __shfl_xor_sync(FULL, m, 1));
     const float enc = block_scale(max_of_pair(m), tensor, reciprocal, byte);
-    if (INSIDE(j)) *(u32*)(q + row * (i64)(K / 2) + VECTOR(j) * 4) = e2m1x8(y, enc);
+    if (INSIDE(j)) *(u32*)(q + row * (i64)(K / 2) + VECTOR(j) * 4) = e2m1x8(y, enc, special);
     else byte = 0;
     byte <<= 8 * ((threadIdx.x >> 1) & 3);
     byte |= __shfl_xor_sync(FULL, byte, 2);

@@ -52,7 +52,7 @@ DEV float block_scale(float amax, float g, float reciprocal, u32& byte) {
 }
 
 #if HARDWARE_E2M1
-DEV u32 e2m1x8(uint4 v, float enc) {
+DEV u32 e2m1x8(uint4 v, float enc, bool) {
   u32 codes;
   asm("{\n.reg .b8 b0, b1, b2, b3;\n"
       "cvt.rn.satfinite.e2m1x2.f32 b0, %1, %2;\n"
@@ -76,8 +76,18 @@ DEV u32 magnitude_code(float a) {  // MAGIC_BITS + code
                                 __float_as_int(__fmaf_rn(a, .5f, MAGIC + 4.f)));
   return min(line, (int)MAGIC_BITS + 7);
 }
-// Eight codes, the element of an even column in the high half of its byte. NaN of either sign is +6.
-DEV u32 e2m1x8(uint4 v, float enc) {
+// The signs come from the input; an element whose product is NaN (NaN itself, or an infinity times 0) must become +6, so it loses its sign first.
+DEV u32 drop_signs(u32 pair, u32 from) {
+  if ((pair & 0x7fffu) >= from) pair &= 0xffff7fffu;
+  if ((pair >> 16 & 0x7fffu) >= from) pair &= 0x7fffffffu;
+  return pair;
+}
+// Eight codes, the element of an even column in the high half of its byte. `special`: there is an infinity or NaN among them.
+DEV u32 e2m1x8(uint4 v, float enc, bool special) {
+  if (special) {
+    const u32 from = enc == 0.f ? 0x7f80u : 0x7f81u;
+    v = make_uint4(drop_signs(v.x, from), drop_signs(v.y, from), drop_signs(v.z, from), drop_signs(v.w, from));
+  }
   const uint4 a = abs8(v);
   u32 codes = magnitude_code(mulz(lo(a.w), enc));
   codes = codes * 16 + magnitude_code(mulz(hi(a.w), enc));
@@ -94,28 +104,17 @@ DEV u32 e2m1x8(uint4 v, float enc) {
 }
 #endif
 
-
-// Largest magnitude of packed values, NaN ignored (NaN when there is nothing else). The software conversion takes signs from the input, so there
-// a NaN loses its sign here: it must become +6.
-DEV u32 drop_nan_sign(u32 pair) {
-  if ((pair & 0x7fffu) > 0x7f80u) pair &= 0xffff7fffu;
-  if ((pair & 0x7fff0000u) > 0x7f800000u) pair &= 0x7fffffffu;
-  return pair;
-}
-DEV u32 amax8(uint4& v) {
-#if HARDWARE_E2M1
+// Largest magnitudes of packed values, NaN ignored (NaN where there is nothing else).
+DEV u32 amax8(uint4 v, bool& special) {
   const uint4 a = abs8(v);
-  return max2(max2(a.x, a.y), max2(a.z, a.w));
+#if HARDWARE_E2M1
+  special = false;  // the instruction needs no help
 #else
-  uint4 a = abs8(v);
-  u32 m = max2_nan(max2_nan(a.x, a.y), max2_nan(a.z, a.w));
-  if ((m & 0x7fffu) > 0x7f80u || m > 0x7f80ffffu) {
-    v = make_uint4(drop_nan_sign(v.x), drop_nan_sign(v.y), drop_nan_sign(v.z), drop_nan_sign(v.w));
-    a = abs8(v);
-    m = max2(max2(a.x, a.y), max2(a.z, a.w));
-  }
-  return m;
+  const u32 m = max2_nan(max2_nan(a.x, a.y), max2_nan(a.z, a.w));
+  special = (m & 0x7fffu) >= 0x7f80u || m >= 0x7f800000u;
+  if (!special) return m;
 #endif
+  return max2(max2(a.x, a.y), max2(a.z, a.w));
 }
 DEV float max_of_pair(u32 pair) { return lo(max2(pair, pair >> 16)); }
 
@@ -210,9 +209,10 @@ DEV void walk(Source& source, int n_rows, int rows_per_block, const u32* amax, f
       uint4 a = make_uint4(0, 0, 0, 0), b = a;
       if (inside && row < n_rows) source.finish(raw[i], block, a, b);
       u32 byte;
-      const u32 m = max2(amax8(a), amax8(b));
+      bool special_a, special_b;
+      const u32 m = max2(amax8(a, special_a), amax8(b, special_b));
       const float enc = block_scale(max_of_pair(m), g, reciprocal, byte);
-      if (inside && row < padded) *(uint2*)(q + (i64)row * (K / 2) + block * 8) = make_uint2(e2m1x8(a, enc), e2m1x8(b, enc));
+      if (inside && row < padded) *(uint2*)(q + (i64)row * (K / 2) + block * 8) = make_uint2(e2m1x8(a, enc, special_a), e2m1x8(b, enc, special_b));
       if (!inside || row >= padded) byte = 0;
       byte <<= 8 * (threadIdx.x & 3);
       byte |= __shfl_xor_sync(FULL, byte, 1);
