@@ -1,10 +1,10 @@
-"""The CUDA sources of the bf16 ops compile without warnings for every GPU generation; all sources have such a test."""
+"""The CUDA sources of the bf16 and INT8 ops compile without warnings for every GPU generation; all sources have such a test."""
 
 import re
 from pathlib import Path
 
 import pytest
-from h3_vortex.kernels import norm_modulate, swiglu
+from h3_vortex.kernels import norm_modulate, norm_modulate_int8, quantize_rotate_int8, swiglu, swiglu_int8
 from h3_vortex.tests.unit import nvcc
 
 UNIT = Path(__file__).resolve().parent
@@ -19,6 +19,9 @@ NORM = {"N": 5376, "AHEAD": norm_modulate.AHEAD, "MIN_BLOCKS": 10}
     ("norm_modulate", {**NORM, "GATE": False, "TABLE_F32": True}),
     ("norm_modulate", {**NORM, "GATE": True, "TABLE_F32": False, "FORCE_FMA": True}),
     ("qk_norm_rope", {"HEADS": 3}),
+    ("quantize_rotate_int8", quantize_rotate_int8.defines(7168)),
+    ("swiglu_int8", swiglu_int8.defines(14336)),
+    ("norm_modulate_int8", norm_modulate_int8.defines(5376, True)),
 ], ids=str)  # fmt: skip
 def test_compiles(name, defines, tmp_path):
     nvcc.check(name, tmp_path, **defines)
