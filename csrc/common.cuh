@@ -5,6 +5,7 @@
 //
 // Switches, defined by the Python side in front of the source:
 //   FORCE_FMA 1   use the sm_80..89 form of bmul / badd on any chip (tests)
+//   GATE_TWICE 1  the gated product rounds to bf16 before it is added (diffusers) instead of being fused into the sum (ComfyUI)
 #pragma once
 
 typedef unsigned int u32;
@@ -61,8 +62,16 @@ DEV uint4 bmul4(uint4 a, uint4 b) { return make_uint4(bmul(a.x, b.x), bmul(a.y, 
 DEV uint4 badd4(uint4 a, uint4 b) { return make_uint4(badd(a.x, b.x), badd(a.y, b.y), badd(a.z, b.z), badd(a.w, b.w)); }
 
 // bf16(o * g + x) with one fp32 rounding of the fused sum, then one bf16 rounding: what addcmul_ does for bf16 on CUDA.
+// With GATE_TWICE bf16(x + bf16(g * o)): what `x + g * o` does.
+#ifndef GATE_TWICE
+#define GATE_TWICE 0
+#endif
 DEV u32 gate2(u32 x, u32 o, u32 g) {
+#if GATE_TWICE
+  return badd(x, bmul(g, o));
+#else
   return pk(__fmaf_rn(lo(o), lo(g), lo(x)), __fmaf_rn(hi(o), hi(g), hi(x)));
+#endif
 }
 DEV uint4 gate8(uint4 x, uint4 o, uint4 g) {
   return make_uint4(gate2(x.x, o.x, g.x), gate2(x.y, o.y, g.y), gate2(x.z, o.z, g.z), gate2(x.w, o.w, g.w));

@@ -3,7 +3,7 @@
 //
 // Same walk as modulate.cu: a block owns THREADS * 8 columns and reads a gate row once per run of tokens that use it.
 //
-// Defines: N row width, THREADS, TABLE_F32.
+// Defines: N row width, THREADS, TABLE_F32, and GATE_TWICE for bf16(x + bf16(gate * other)).
 #include "common.cuh"
 
 #define NV (N / 8)

@@ -1,11 +1,14 @@
-// out = bf16(bf16(silu(gate)) * up) from rows of [gate | up].
+// out = bf16(bf16(silu(gate)) * up) from rows of [gate | up], or of [up | gate] with VALUE_FIRST.
 //
 // silu(g) = g / (1 + exp(-g)) with the full-precision expf and an IEEE division, as torch computes it in fp32: the kernel is bound by
 // memory, so nothing is gained by an approximate reciprocal.
 //
-// Defines: F output width, THREADS, VECTORS (16-byte vectors per thread).
+// Defines: F output width, THREADS, VECTORS (16-byte vectors per thread), VALUE_FIRST.
 #include "common.cuh"
 
+#ifndef VALUE_FIRST
+#define VALUE_FIRST 0
+#endif
 #define FV (F / 8)
 #define CHUNKS ((FV + THREADS * VECTORS - 1) / (THREADS * VECTORS))
 
@@ -16,7 +19,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 swiglu(const unsigned short* gate_up, uint4* out, i64 stride) {
   const int row = blockIdx.x / CHUNKS;
   const int first = (blockIdx.x % CHUNKS) * THREADS * VECTORS + threadIdx.x;
-  const uint4* gate = (const uint4*)(gate_up + row * stride);
+  const uint4* halves = (const uint4*)(gate_up + row * stride);
+  const uint4* gate = halves + (VALUE_FIRST ? FV : 0);
+  const uint4* up = halves + (VALUE_FIRST ? 0 : FV);
   uint4* y = out + (i64)row * FV;
   uint4 g[VECTORS], u[VECTORS];
 #pragma unroll
@@ -24,7 +29,7 @@ swiglu(const unsigned short* gate_up, uint4* out, i64 stride) {
     const int column = first + i * THREADS;
     if (column < FV) {
       g[i] = load_stream(gate + column);
-      u[i] = load_stream(gate + FV + column);
+      u[i] = load_stream(up + column);
     }
   }
 #pragma unroll

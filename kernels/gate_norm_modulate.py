@@ -3,7 +3,11 @@
 ``x = gate(x, other)`` in place and ``h = norm_modulate(x)``: what lies between attention and MLP of a block, and between the MLP of one
 block and the attention of the next. Stock runs ``_mod_gate``, ``F.rms_norm`` and ``_mod_scale_shift`` one after the other; the norm reads
 the gated residual after its rounding to bf16, and so does this op. comfy-kitchen has no such fusion for CUDA.
+
+Variant ``rounding="twice"`` (an op of its own, ``gate_norm_modulate_twice``) starts with that variant of the gate, as diffusers' blocks do.
 """
+
+import functools
 
 import torch
 
@@ -20,6 +24,14 @@ def reference(
     return norm_modulate.reference(gate_op.reference(x, other, gate, rows), weight, shift, scale, rows, eps)
 
 
+def reference_twice(
+    x: torch.Tensor, other: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor,
+    rows: torch.Tensor, eps: float,
+) -> torch.Tensor:
+    """The contract of ``rounding="twice"``: :func:`.gate.reference_twice`, then :func:`.norm_modulate.reference`."""
+    return norm_modulate.reference(gate_op.reference_twice(x, other, gate, rows), weight, shift, scale, rows, eps)
+
+
 def check(x, other, gate, weight, shift, scale, rows, eps) -> None:
     segments.check_modulation("gate_norm_modulate", "x", x, rows, gate=gate, shift=shift, scale=scale)
     segments.check_like("gate_norm_modulate", "x", x, other=other)
@@ -27,12 +39,12 @@ def check(x, other, gate, weight, shift, scale, rows, eps) -> None:
 
 
 OP = Op("gate_norm_modulate", reference, ("x", "other", "gate", "weight", "shift", "scale", "rows", "eps"), check)
+OPS = {"once": OP, "twice": Op("gate_norm_modulate_twice", reference_twice, OP.signature, check)}
 
 
-
-def _plan_cuda(x, other, gate, weight, shift, scale, rows, eps):
+def _plan_cuda(x, other, gate, weight, shift, scale, rows, eps, twice):
     tokens, width = x.shape
-    compiled = norm_modulate.kernel(width, True, shift.dtype, x.get_device())
+    compiled = norm_modulate.kernel(width, True, shift.dtype, x.get_device(), twice)
     strides = x.stride(0), other.stride(0), gate.stride(0), scale.stride(0), shift.stride(0), eps
 
     def launch(x, other, gate, weight, shift, scale, rows, eps):
@@ -47,25 +59,23 @@ def _plan_cuda(x, other, gate, weight, shift, scale, rows, eps):
     return launch
 
 
-OP.add_backend(
-    "cuda",
-    Planned(_plan_cuda),
-    rules.cuda(
-        {
-            "x": rules.BF16, "other": rules.BF16, "weight": rules.BF16,
-            "gate": rules.TABLE, "shift": rules.TABLE, "scale": rules.TABLE,
-        },
-        rules.TORCH_RMS_NORM,
-        rules.width("x", rules.MAX_NORM_WIDTH),
-        rules.one_table_dtype("gate", "shift", "scale"),
-        rules.vector_rows("x", "other", "weight", "gate", "shift", "scale"),
-    ),
+_CONSTRAINTS = rules.cuda(
+    {
+        "x": rules.BF16, "other": rules.BF16, "weight": rules.BF16,
+        "gate": rules.TABLE, "shift": rules.TABLE, "scale": rules.TABLE,
+    },
+    rules.TORCH_RMS_NORM,
+    rules.width("x", rules.MAX_NORM_WIDTH),
+    rules.one_table_dtype("gate", "shift", "scale"),
+    rules.vector_rows("x", "other", "weight", "gate", "shift", "scale"),
 )
+for _rounding, _op in OPS.items():
+    _op.add_backend("cuda", Planned(functools.partial(_plan_cuda, twice=_rounding == "twice")), _CONSTRAINTS)
 
 
 def gate_norm_modulate(
     x: torch.Tensor, other: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor,
-    rows: torch.Tensor, eps: float,
+    rows: torch.Tensor, eps: float, rounding: str = "once",
 ) -> torch.Tensor:
     """``x += other * gate[row]`` in place; returns ``rms_norm(x) * (1 + scale[row]) + shift[row]``, rounded where stock rounds.
 
@@ -76,6 +86,7 @@ def gate_norm_modulate(
         weight: ``[H]`` RMSNorm weight.
         rows: int32 ``[S]`` from :func:`.segments.row_map`, values in ``0..R-1`` (not checked on the device).
         eps: added to the mean square.
+        rounding: of the gate, ``once`` (ComfyUI) or ``twice`` (diffusers), see :func:`.gate.gate`.
 
     Returns:
         new ``[S, H]`` in the dtype of ``F.rms_norm``'s result, contiguous.
@@ -85,18 +96,18 @@ def gate_norm_modulate(
         BackendUnavailable: an explicitly chosen backend cannot run this call.
     """
     if torch.compiler.is_compiling():
-        return _registered(x, other, gate, weight, shift, scale, rows, eps)
-    return OP(x, other, gate, weight, shift, scale, rows, eps)
+        return _registered(x, other, gate, weight, shift, scale, rows, eps, rounding)
+    return OPS[rounding](x, other, gate, weight, shift, scale, rows, eps)
 
 
 @torch.library.custom_op("h3_vortex::gate_norm_modulate", mutates_args={"x"})
 def _registered(
     x: torch.Tensor, other: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor,
-    rows: torch.Tensor, eps: float,
+    rows: torch.Tensor, eps: float, rounding: str = "once",
 ) -> torch.Tensor:
-    return OP(x, other, gate, weight, shift, scale, rows, eps)
+    return OPS[rounding](x, other, gate, weight, shift, scale, rows, eps)
 
 
 @_registered.register_fake
-def _fake(x, other, gate, weight, shift, scale, rows, eps):
+def _fake(x, other, gate, weight, shift, scale, rows, eps, rounding="once"):
     return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))

@@ -29,7 +29,7 @@ OP = Op("norm_modulate", reference, ("x", "weight", "shift", "scale", "rows", "e
 AHEAD = 3  # vectors of the residual branch loaded ahead of their use (gate form)
 
 
-def kernel(width: int, gated: bool, tables: torch.dtype, index: int) -> nvrtc.Kernel:
+def kernel(width: int, gated: bool, tables: torch.dtype, index: int, twice: bool = False) -> nvrtc.Kernel:
     """``csrc/norm_modulate.cu`` for one width: one row per block of 64 threads.
 
     The occupancy asked for is what the registers allow: a thread holds its share of the row (4 per 16-byte vector), the loads ahead
@@ -39,6 +39,7 @@ def kernel(width: int, gated: bool, tables: torch.dtype, index: int) -> nvrtc.Ke
     return nvrtc.kernel(
         "norm_modulate", "PPPPPPPPqqqqqf", index,
         N=width, GATE=gated, TABLE_F32=tables == torch.float32, AHEAD=AHEAD, MIN_BLOCKS=min(16, 65536 // (64 * registers)),
+        GATE_TWICE=twice,
     )
 
 
