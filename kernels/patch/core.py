@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import torch
 
 from .. import cache
+from .verification import device_name
 
 MODEL = "comfy.ldm.minimax.model"
 BLOCK_ARGUMENTS = frozenset({"img", "t_emb", "mod_segments", "rope_freqs", "transformer_options", "attention", "layout"})
@@ -208,6 +209,13 @@ class Core:
         if preferred is not None:
             return function_name(preferred), "checkpoint"
         return function_name(self.model.optimized_attention), "core"
+
+
+def view_case(name: str, ops, attn, v: torch.Tensor) -> str:
+    """What a verdict on a view of v holds for; torch's attention also depends on which of its kernels ComfyUI put first."""
+    order = getattr(ops, "SDPA_BACKEND_PRIORITY", []) if name == "attention_pytorch" else []
+    kernels = ",".join(getattr(kernel, "name", str(kernel)) for kernel in order)
+    return f"v as a view: {name} {kernels} {device_name(v.device)} {v.dtype} heads:{attn.heads}x{attn.head_dim}"
 
 
 def function_name(function) -> str:

@@ -13,10 +13,10 @@ import torch
 
 from .. import segments
 from . import checks, eligibility, ops, side_path, verification
-from .core import BLOCK_ARGUMENTS, VIEW_SAFE
+from .core import BLOCK_ARGUMENTS, VIEW_SAFE, view_case
 from .report import Calls, Session
 
-STOCK_V_COPY = "attention_v_view"
+V_VIEW = "attention_v_view"  # stands for an op in the counts: stock's call is the copy of v
 SIDE_PATH = "Turbo LoRA side path on this layer: its input is written out, and quantised from there"
 
 
@@ -221,7 +221,7 @@ class ModelCall:
             return ops.int8_gemm(h, qdata, scale, like.dtype)
 
     def _project(self, linear, h, like, takes):
-        """``linear`` of ``h``, quantised already or not; with a branch beside it, ``h`` is plain and quantised here for the base product."""
+        """``linear`` of ``h``, quantised already or not; with a branch beside it, ``h`` is plain and quantised here for the base."""
         if takes.form == "plain" or not eligibility.side_paths(linear):
             return self._linear(linear, h, like)
         ready = self._quantised(h, takes)
@@ -302,17 +302,19 @@ class ModelCall:
             reason = "switched off"
         elif v.device.type != "cuda" or name not in VIEW_SAFE:
             reason = f"{name} on {v.device.type} is not known to give the same bytes for a view"
+        elif v.shape[0] * v.stride(0) >= 2**31:
+            reason = "the projection spans 2^31 elements or more, where some attention kernels count in 32 bits"
         else:
-            case = f"{STOCK_V_COPY} {name} {verification.device_name(v.device)} {v.dtype} heads:{attn.heads}x{attn.head_dim}"
+            case = view_case(name, self.core.ops, attn, v)
             count = min(v.shape[0], verification.TIMED_ROWS)
             device, dtype = v.device, v.dtype
             verdict = self._verdict(
                 case, device, lambda: checks.attention_v(self.core, attn, options, dtype, device, count))
             reason = None if verdict.equal else verdict.note
         if reason is None:
-            self.calls.fused[STOCK_V_COPY, name] += 1
+            self.calls.fused[V_VIEW, name] += 1
         else:
-            self.calls.stock[STOCK_V_COPY, reason] += 1
+            self.calls.stock[V_VIEW, reason] += 1
         return reason is None
 
     def _out_proj(self, linear, heads):
