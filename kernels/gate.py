@@ -4,8 +4,8 @@ Stock runs ``comfy.ldm.minimax.model._mod_gate``: per segment a cast of the gate
 computes in fp32 with the product fused into the sum (one fp32 rounding) and rounds once to bf16. comfy-kitchen has
 ``rms_gated_residual`` (newer versions, HIP and eager only), which normalises ``other`` first: another formula.
 
-Variant ``rounding="twice"`` (an op of its own, ``gate_twice``) is what diffusers' blocks run, ``x + gate * other``: the product rounds to bf16
-before it is added.
+Variant ``rounding="twice"`` (an op of its own, ``gate_twice``) is what diffusers' blocks run, ``x + gate * other``: the product rounds
+to bf16 before it is added.
 """
 
 import functools

@@ -4,8 +4,8 @@ Stock calls comfy-kitchen's ``rms_rope_split_half_``, and that call *is* the ref
 these tensors (its CUDA kernel on a CUDA 13 torch, its eager one elsewhere). The ``cuda`` backend exists because kitchen's kernel moves 0.74
 TB/s on an H200 where 4 TB/s are there; the order that reproduces its bytes is written down in ``csrc/qk_norm_rope.cu``.
 
-Variant ``norm="torch"`` (an op of its own, ``qk_norm_rope_torch``) is what diffusers' attention runs: torch's ``F.rms_norm`` per head, then the
-rotation in bf16 operations that each round.
+Variant ``norm="torch"`` (an op of its own, ``qk_norm_rope_torch``) is what diffusers' attention runs: torch's ``F.rms_norm`` per head,
+then the rotation in bf16 operations that each round.
 """
 
 import functools
