@@ -197,6 +197,7 @@ DEV void walk(Source& source, int n_rows, int rows_per_block, const u32* amax, f
   const int first = (blockIdx.x / STRIPS) * rows_per_block;
   const int padded = (n_rows + 15) & ~15, last = min(first + rows_per_block, (n_rows + 127) & ~127);
   const bool inside = block < BLOCKS;
+  if ((block & ~31) >= SCALE_WORDS * 4) return;  // a warp beyond the last scale word
   for (int r = first; r < last; r += BATCH) {
     typename Source::Raw raw[BATCH];
 #pragma unroll

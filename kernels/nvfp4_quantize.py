@@ -183,30 +183,32 @@ class Strip:
         shape: ``(S, K)`` of the values to quantise; ``index``: CUDA device.
         dynamic: no tensor scale is given.
         amax_pass: False when another kernel leaves the amax.
+        batches: tokens loaded ahead of the arithmetic, in the amax pass and in packing; registers limit them.
         defines: the source's own.
     """
 
-    BATCH = 4  # tokens loaded ahead of the arithmetic
+    MOST_THREADS = 128
     MOST_TOKENS = 32  # per block: a table row read once serves this many
-    BLOCKS_PER_SM = 16  # fewer tokens per block rather than fewer blocks than this
+    BLOCKS_PER_SM = 48  # fewer tokens per block rather than fewer blocks than this
 
     def __init__(
-        self, name: str, parameters: tuple[str, str], shape: tuple[int, int], index: int, dynamic: bool, amax_pass: bool = True, **defines
+        self, name: str, parameters: tuple[str, str], shape: tuple[int, int], index: int, dynamic: bool, amax_pass: bool = True,
+        batches: tuple[int, int] = (4, 2), **defines,
     ):
         self.tokens, self.columns = shape
         self.dynamic = dynamic
         lanes = -(-self.columns // 64) * 4
-        self.threads = min(range(64, 513, 32), key=lambda threads: (-(-lanes // threads) * threads, abs(threads - 256)))
+        self.threads = min(self.MOST_THREADS, -(-lanes // 32) * 32)
         strips = -(-lanes // self.threads)
         multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
-        most = self.tokens * strips // (multiprocessors * self.BLOCKS_PER_SM) // self.BATCH * self.BATCH
-        self.tokens_per_block = max(self.BATCH, min(self.MOST_TOKENS, most))
+        most = self.tokens * strips // (multiprocessors * self.BLOCKS_PER_SM) // 4 * 4
+        self.tokens_per_block = max(4, min(self.MOST_TOKENS, most))
         self.amax_grid = strips * -(-self.tokens // self.tokens_per_block)
         self.pack_grid = strips * -(-padded(*shape)[2] // self.tokens_per_block)
         formats = f"{parameters[0]}PPPP{parameters[1]}ii"
-        common = {"K": self.columns, "THREADS": self.threads, "BATCH": self.BATCH, "DYNAMIC": dynamic, **defines}
-        self.amax = nvrtc.kernel(name, formats, index, PACK=False, **common) if dynamic and amax_pass else None
-        self.pack = nvrtc.kernel(name, formats, index, PACK=True, **common)
+        common = {"K": self.columns, "THREADS": self.threads, "DYNAMIC": dynamic, **defines}
+        self.amax = nvrtc.kernel(name, formats, index, PACK=False, BATCH=batches[0], **common) if dynamic and amax_pass else None
+        self.pack = nvrtc.kernel(name, formats, index, PACK=True, BATCH=batches[1], **common)
 
     def __call__(self, device, tensor_scale, before: tuple, after: tuple, amax: torch.Tensor | None = None) -> Triple:
         """Launch on tensors' ``data_ptr`` values and strides; ``amax`` is given when another kernel left it there."""
@@ -228,7 +230,7 @@ class Strip:
 def _plan_cuda(x, tensor_scale, contract):
     if x.shape[0] == 0:
         return lambda x, tensor_scale, contract: empty_triple(x, x.shape[1], tensor_scale)
-    strip = Strip("nvfp4_quantize", ("P", "q"), x.shape, x.get_device(), tensor_scale is None)
+    strip = Strip("nvfp4_quantize", ("P", "q"), x.shape, x.get_device(), tensor_scale is None, batches=(4, 4))
     device, stride = x.device, (x.stride(0),)
 
     def launch(x, tensor_scale, contract):

@@ -47,7 +47,7 @@ def _plan_cuda(gate_up, tensor_scale, contract):
         return lambda gate_up, tensor_scale, contract: empty_triple(gate_up, width, tensor_scale)
     index = gate_up.get_device()
     fast = not torch.cuda.is_current_stream_capturing() and fast_silu_is_exact(index)  # the comparison waits for the device
-    strip = Strip("swiglu_nvfp4", ("P", "q"), (tokens, width), index, tensor_scale is None, BATCH=2, FAST_SILU=fast)
+    strip = Strip("swiglu_nvfp4", ("P", "q"), (tokens, width), index, tensor_scale is None, batches=(2, 2), FAST_SILU=fast)
     device, stride = gate_up.device, (gate_up.stride(0),)
 
     def launch(gate_up, tensor_scale, contract):

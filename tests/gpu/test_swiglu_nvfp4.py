@@ -57,7 +57,7 @@ def test_both_silus(gpu, fast):
     if fast and not op.fast_silu_is_exact(index):
         pytest.skip("the approximate instructions of this chip do not give torch's silu; the exact form runs here")
     gate_up = every_gate(gpu)
-    strip = Strip("swiglu_nvfp4", ("P", "q"), (len(gate_up), 64), index, True, BATCH=2, FAST_SILU=fast)
+    strip = Strip("swiglu_nvfp4", ("P", "q"), (len(gate_up), 64), index, True, batches=(2, 2), FAST_SILU=fast)
     finite = gate_up.nan_to_num(nan=0.5, posinf=3.0, neginf=-3.0).clamp(-100, 100)  # a NaN tensor scale would hide the codes
     got = strip(gpu, None, (finite.data_ptr(),), (finite.stride(0),))
     assert differing(got, stock.quantize_nvfp4(stock.swiglu(finite))) == 0

@@ -159,7 +159,7 @@ def test_an_explicit_backend_raises_on_the_cpu(name):
         call(name, inputs())
 
 
-DEFINES = {"K": 5376, "THREADS": 352, "BATCH": 4}
+DEFINES = {"K": 5376, "THREADS": 128, "BATCH": 2}
 ROW_DEFINES = {"K": 5376, "N": 5376, "AHEAD": norm_modulate.AHEAD, "MIN_BLOCKS": 9}
 
 
