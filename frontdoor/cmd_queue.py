@@ -80,7 +80,11 @@ async def run_graph(client, graph, timeout):
     from .progress import Progress
 
     with Progress(graph) as progress:
-        return await client.queue(graph, timeout=timeout, on_event=progress)
+        clock = asyncio.create_task(progress.keep_time())
+        try:
+            return await client.queue(graph, timeout=timeout, on_event=progress)
+        finally:
+            clock.cancel()
 
 
 async def save_outputs(client, result, folder):

@@ -1,5 +1,6 @@
 """Progress of a queued graph: a bar on a terminal, one line per node elsewhere."""
 
+import asyncio
 import sys
 import time
 
@@ -29,6 +30,13 @@ class Progress:
                 self.bar.set_postfix_str("")
         elif kind == "progress" and self.bar is not None:
             self.bar.set_postfix_str(f"step {data.get('value')}/{data.get('max')}")
+
+    async def keep_time(self):
+        """Redraw every second: a node may take a minute without an event."""
+        while True:
+            await asyncio.sleep(1)
+            if self.bar is not None:
+                self.bar.refresh()
 
     def title(self, node):
         """What the user calls the node: its title in the graph, else its class."""
