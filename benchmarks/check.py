@@ -13,7 +13,7 @@ from . import int8_cases
 from .harness import pick_device
 from .op_cases import as_comfyui, backends, device_times, make, wrong_elements
 
-OPS = (*stock.OPS, *int8_cases.OPS)
+OPS = (*stock.OPS, *stock.NVFP4_OPS, *int8_cases.OPS)
 TOKENS = {"cuda": 4_099, "cpu": 37}
 SMALL = {"width": 512, "heads": 2, "ffn": 512}  # a CPU only shows that the references run
 

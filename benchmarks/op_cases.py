@@ -104,15 +104,20 @@ def describe(row: dict, copy: float) -> None:
         entry["speedup"] = row["stock_ms"]["median"] / entry["ms"]["median"]
         entry["TBs"] = row["traffic_bytes"] / entry["ms"]["median"] / 1e9
         entry["share_of_copy"] = entry["TBs"] / copy
-        log(f"{row['op']:24} {row['rows']:6} {row.get('table_dtype', ''):8} {name:7} {entry['ms']['median']:8.3f} ms, "
+        given = "given" if "tensor_scale" in row else ""
+        log(f"{row['op']:24} {row['rows']:6} {row.get('table_dtype', ''):8} {given:5} {name:7} {entry['ms']['median']:8.3f} ms, "
             f"stock {row['stock_ms']['median']:8.3f} ms, {entry['speedup']:5.2f}x, {entry['share_of_copy']:4.2f} of copy, "
             f"{entry['differing']} differ; host {row['host_us']['ours']:5.1f} us, stock {row['host_us']['stock']:5.1f} us")
 
 
 def configurations(op: str) -> list[dict]:
-    """The options of :func:`make` under which an op is measured: both kinds of AdaLN table where it reads one."""
-    plain = op.startswith(("swiglu", "quantize", "qk_"))
-    return [{}] if plain else [{"table_dtype": dtype} for dtype in TABLES.values()]
+    """The options of :func:`make` under which an op is measured: both kinds of AdaLN table where it reads one, and for the NVFP4 ops
+    the tensor scale computed or given. ``nvfp4_quantize`` stands at the attention output."""
+    tables = [{}] if op.startswith(("swiglu", "quantize", "qk_", "nvfp4_")) else [{"table_dtype": dtype} for dtype in TABLES.values()]
+    if op not in stock.NVFP4_OPS:
+        return tables
+    width = {"width": 7168} if op == "nvfp4_quantize" else {}
+    return [{**width, **table, **given} for table in tables for given in ({}, {"tensor_scale": 0.0015})]
 
 
 def bench(kind: str, ops, argv, description) -> int:
