@@ -1,8 +1,9 @@
 """Device time of one transformer block by group, stock and candidate, from torch's profiler.
 
-A forward of a few full-width blocks is profiled. One block's worth of work is what is launched between the QKV products of two
-neighbouring blocks: that stays true when a candidate fuses across the border of two blocks. Kernels are sorted into groups by
-the torch operator that launched them, its argument shapes and the kernel's name; nothing in the model is wrapped or replaced.
+A forward of a few full-width blocks is profiled. One block's worth of work is what is launched between the RoPE kernels of two
+neighbouring blocks: every candidate launches exactly one a block, and the count stays true when one fuses across a block's border.
+Kernels are sorted into groups by the torch operator that launched them, its argument shapes and the kernel's name; nothing in the
+model is wrapped or replaced.
 """
 
 import argparse
@@ -35,6 +36,10 @@ OURS = {
     "norm_modulate_int8": "norm + modulation + quantise",
     "gate_norm_modulate_int8": "gate + norm + modulation + quantise",
 }
+# Products launched without a torch operator, in the order in which they follow a block's RoPE: four where this pack hands INT8
+# pairs to comfy-kitchen's GEMM, one where stock calls it (fc2, which takes the activation along).
+BARE_PRODUCTS = {4: ("out_proj", "fc1", "fc2", "qkv"), 1: ("fc2",)}
+BARE = "product without an operator"
 
 
 @dataclass
@@ -85,16 +90,20 @@ def classify(chain, kernel, model):
         # fc2's quantiser takes [gate | up] when the activation rides along.
         folded = gemm == "fc2" and any(shape and shape[-1] == 2 * model.ffn for op in chain for shape in op.dims)
         return "activation + quantise" if folded else "quantise"
+    if not chain and kernel in OURS:
+        return OURS[kernel]
     text = " ".join(names)
     if "rope" in text or "rope" in kernel:
         return "rope"
-    if ATTENDS.search(text) or ATTENDS.search(kernel) or "quant_per_block" in kernel:
-        return "attention: quantise" if QUANTISES.search(kernel) else "attention"
+    if ATTENDS.search(kernel):  # an attention kernel's name may speak of the quantised types it takes
+        return "attention"
+    if ATTENDS.search(text) or re.search(r"quant_per_block|quant_qk|quant_v|k_anchor", kernel):
+        return "attention: quantise" if QUANTISES.search(kernel) or "k_anchor" in kernel else "attention"
     if "rms_norm" in text or "rms_norm" in kernel.lower():
         return "norm"
     if not chain and (MULTIPLIES.search(kernel) or QUANTISES.search(kernel)):
         # comfy-kitchen's INT8 Linear launches without a torch operator; ComfyUI calls it like that for fc2 alone.
-        return "fc2 GEMM" if MULTIPLIES.search(kernel) else "activation + quantise"
+        return BARE if MULTIPLIES.search(kernel) else "activation + quantise"
     widths = {shape[-1] for operator in chain for shape in operator.dims if shape}
     tall = max((shape[0] for operator in chain for shape in operator.dims if len(shape) == 2), default=0)
     if 6 * 3 * model.hidden in widths or any([6 * 3 * model.hidden, model.curve[1]] in op.dims for op in chain):
@@ -149,15 +158,9 @@ def outermost(operators):
     return found
 
 
-def markers(operators, model):
-    """Start times of the QKV products, in order: where one block's worth of work begins and the next one ends."""
-    qkv = [operator for operator in operators if gemm_of(operator, model) == "qkv"]
-    return [operator.start for operator in outermost(qkv)]
-
-
 def blocks_of(operators, kernels, model):
-    """[[(group, kernel)]]: one list per block's worth of work."""
-    starts = markers(operators, model)
+    """[[(group, kernel)]]: one list per block's worth of work, from one RoPE kernel to the next."""
+    starts = [kernel.at for kernel in kernels if "rope" in kernel.name.lower()]
     windows = []
     for begin, end in zip(starts, starts[1:], strict=False):
         inside = [operator for operator in operators if operator.start < end and operator.end > begin]
@@ -168,14 +171,21 @@ def blocks_of(operators, kernels, model):
                     op for op in inside if op.thread == kernel.thread and op.start <= kernel.at <= op.end
                 ]
                 window.append((classify(chain, kernel.name, model), kernel))
-        windows.append(window)
+        windows.append(named_products(window))
     return windows
+
+
+def named_products(window):
+    """``window`` with its products that no operator launched named by their order."""
+    count = sum(group == BARE for group, _ in window)
+    order = iter(BARE_PRODUCTS.get(count, (BARE,) * count))
+    return [(f"{next(order)} GEMM" if group == BARE else group, kernel) for group, kernel in window]
 
 
 def tabulate(windows):
     """({group: ms}, [{group, name, ms, launches}]), medians over the windows, the largest first."""
     if not windows:
-        raise RuntimeError("no two neighbouring QKV products in the trace: the model needs at least two blocks")
+        raise RuntimeError("no two neighbouring RoPE kernels in the trace: the model needs at least two blocks")
     groups, kernels = {}, {}
     for index, window in enumerate(windows):
         for group, kernel in window:

@@ -17,15 +17,28 @@ def exact(patcher, options):
     return accelerate(patcher, **options)
 
 
+def fastest(patcher, options):
+    """Nothing fused, the fastest dense attention: what the choice of attention alone is worth."""
+    off = {"norm": False, "gate": False, "rope": False, "swiglu": False, "v_view": False, "nvfp4": False, "int8": False}
+    return exact(patcher, {**options, "features": off, "attention": "fastest dense"})
+
+
+def exact_fastest(patcher, options):
+    """The exact fusions under the fastest dense attention."""
+    return exact(patcher, {**options, "attention": "fastest dense"})
+
+
 def exact_report(patcher):
     from ..kernels.patch.comfyui import report
 
     return report(patcher)
 
 
-CANDIDATES = {"stock": stock, "exact": exact}
+CANDIDATES = {"stock": stock, "exact": exact, "fastest": fastest, "exact_fastest": exact_fastest}
+# Candidates that promise stock's bytes; the others run another attention and are only timed.
+KEEPS_BYTES = ("stock", "exact")
 # What a candidate says about its last run: a JSON-ready dict.
-REPORTS = {"exact": exact_report}
+REPORTS = dict.fromkeys(("exact", "fastest", "exact_fastest"), exact_report)
 
 
 def make(name, patcher, options=None):

@@ -322,7 +322,11 @@ S = 37_810
         ([operator("aten::linear", (S, 14336), (5376, 14336)), operator("aten::mm", (S, 14336), (14336, 5376))], "gemm", "fc2 GEMM"),
         ([operator("aten::linear", (S, 5376), (28672, 5376))], "convrot_quant_rowwise_kernel", "quantise"),
         ([operator("aten::linear", (S, 5376), (28672, 5376))], "cutlass::Kernel<DefaultGemmWithVisitor, dequant>", "fc1 GEMM"),
-        ([], "cutlass::Kernel2<gemm>", "fc2 GEMM"),
+        ([], "cutlass::Kernel2<gemm>", block.BARE),
+        ([], "swiglu", "activation"),
+        ([], "gate_norm_modulate_int8", "gate + norm + modulation + quantise"),
+        ([], "qk_int_sv_i8_attn_kernel<128u>", "attention"),
+        ([], "quant_qk_fused<__nv_bfloat16>", "attention: quantise"),
         ([], "swiglu_convrot_quant_kernel", "activation + quantise"),
         ([operator("h3_vortex::int8_linear", (S, 14336), (S, 1), (5376, 14336))], "cutlass::gemm", "fc2 GEMM"),
         ([operator("aten::mul_", (S - 514, 5376), (5376,))], "elementwise_kernel", "modulation"),
@@ -352,12 +356,13 @@ def test_a_cast_of_the_weight_is_no_product():
 
 
 def trace(blocks):
-    """A CUDA trace of ``blocks`` blocks: a QKV product of 2 ms, then a gate of 1 ms, launched inside their operators."""
+    """A CUDA trace of ``blocks`` blocks: a QKV product of 2 ms, RoPE of 0.5 ms, a gate of 1 ms, launched inside their operators."""
     events, correlation = [], 0
     for index in range(blocks):
         for at, name, dims, kernel, duration in (
             (0, "aten::linear", [[S, 5376], [21504, 5376], []], "nvjet", 2000.0),
             (1, "aten::mm", [[S, 5376], [5376, 21504]], None, 0),
+            (30, "comfy_kitchen::rms_rope_split_half_", [[1, S, 56, 128]], "rope_kernel", 500.0),
             (50, "aten::addcmul_", [[S, 5376], [S, 5376], [5376], []], "elementwise_kernel", 1000.0),
         ):
             start = 100.0 * index + at
@@ -373,12 +378,20 @@ def trace(blocks):
     return events
 
 
-def test_a_block_is_what_lies_between_two_qkv_products():
+def test_a_block_is_what_lies_between_two_rope_kernels():
     windows = block.blocks_of(*block.read_trace(trace(4), "cuda"), MODEL)
     assert len(windows) == 3
     groups, kernels = block.tabulate(windows)
-    assert groups == {"qkv GEMM": 2.0, "gate": 1.0}
+    assert groups == {"qkv GEMM": 2.0, "gate": 1.0, "rope": 0.5}
     assert kernels[0] == {"group": "qkv GEMM", "name": "nvjet", "ms": 2.0, "launches": 1}
+
+
+def test_products_without_an_operator_are_named_by_their_order():
+    bare = [(block.BARE, "gemm")]
+    groups = [group for group, _ in block.named_products([("rope", "r"), *bare, ("gate", "g"), *bare, *bare, *bare])]
+    assert groups == ["rope", "out_proj GEMM", "gate", "fc1 GEMM", "fc2 GEMM", "qkv GEMM"]
+    assert block.named_products(bare) == [("fc2 GEMM", "gemm")]
+    assert block.named_products(bare * 3) == [(f"{block.BARE} GEMM", "gemm")] * 3
 
 
 def test_a_trace_without_launches_is_refused():
