@@ -54,7 +54,7 @@ def int8_ops(device):
 
 
 def nvfp4_ops(device):
-    """The five NVFP4 ops, tensor scale computed and given, and the conversions in software; yields ``(description, differing elements)``."""
+    """The five NVFP4 ops, tensor scale computed and given, and the software conversions; yields ``(description, differing elements)``."""
     from h3_vortex.kernels import nvfp4_quantize, stock
     from h3_vortex.kernels.dispatch import use_backend
     from h3_vortex.tests.gpu.data import differing

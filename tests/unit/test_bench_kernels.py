@@ -19,7 +19,7 @@ def small(monkeypatch):
         monkeypatch.setattr(module, "make", lambda op, tokens, device, **o: original(op, tokens, device, **{**SMALL, **o}))
 
 
-@pytest.mark.parametrize("op", stock.OPS)
+@pytest.mark.parametrize("op", stock.OPS + stock.NVFP4_OPS)
 def test_row(small, op):
     row = op_cases.measure(op, 9, CPU, 1)
     op_cases.describe(row, 1.0)
@@ -43,7 +43,7 @@ def test_unknown_op_is_a_usage_error():
 
 
 def test_every_op_has_a_case():
-    assert set(check.OPS) == {*stock.OPS, *int8_cases.OPS}
+    assert set(check.OPS) == {*stock.OPS, *stock.NVFP4_OPS, *int8_cases.OPS}
     with pytest.raises(ValueError, match="there is no case for op 'fly'"):
         stock.make("fly", 1, CPU)
 
