@@ -74,8 +74,9 @@ def report(patcher) -> dict:
 
     Returns:
         ``ops``: per op the fused calls by backend and the stock calls by reason; ``last_run_ops``: the same since the last run started;
-        ``attention``: function, who chose it and its exactness class; ``verification``: every verdict of this process;
-        ``stepped_aside``: why the whole model runs stock, or None; ``layers``: how many blocks of each kind the model has.
+        ``attention``: function, who chose it and its exactness class; ``verification``: every verdict of this process; ``timings``:
+        milliseconds per op, stock and kernel, where H3 Warmup measured them; ``stepped_aside``: why the whole model runs stock, or
+        None; ``layers``: how many blocks of each kind the model has.
 
     Raises:
         ValueError: ``patcher`` was not made by :func:`accelerate`.

@@ -109,7 +109,8 @@ class Session:
                 "mode": self.mode, "pack": pack_version(), "core": self.core, "device": self.device, "stepped_aside": self.stepped_aside,
                 "attention": {"choice": self.attention_choice, **self.attention}, "model_calls": self.calls, "packed_rows": self.rows,
                 "layers": self.layers,
-                "ops": self.total.table(), "last_run_ops": self.run.table(), "verification": verification.summary()}
+                "ops": self.total.table(), "last_run_ops": self.run.table(), "timings": verification.timings(),
+                "verification": verification.summary()}
 
 
 class timed_run:

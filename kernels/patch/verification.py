@@ -144,6 +144,13 @@ def summary() -> dict[str, dict]:
         return {case: asdict(verdict) for case, verdict in sorted(_verdicts.items())}
 
 
+def timings() -> dict[str, dict]:
+    """``{op: {"rows", "stock_ms", "kernel_ms"}}`` for the ops that were timed."""
+    with _lock:
+        timed = {case.split(" ")[0]: verdict.ms for case, verdict in _verdicts.items() if verdict.ms is not None}
+    return {op: {"rows": TIMED_ROWS, "stock_ms": round(ms[0], 4), "kernel_ms": round(ms[1], 4)} for op, ms in sorted(timed.items())}
+
+
 # -- data ----------------------------------------------------------------------------------------------------------------------------
 
 ZERO_ROWS, POISON_ROWS = 4, 4

@@ -100,6 +100,8 @@ def test_patched_is_stock(running, name, lora):
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("name", ["nvfp4", "pruned_nvfp4"])
 def test_w4a4_patched_is_stock(running, name, lora):
+    if not running.cpu:
+        pytest.skip("the reference GEMM is for the CPU: set H3_HOST_DEVICE=cpu")
     expected = run(running, name, lora=lora, w4a4=True)
     patched = run(running, name, lora=lora, w4a4=True, accelerate="H3TestEager")
     assert patched["sha256"] == expected["sha256"]
@@ -111,9 +113,10 @@ def test_w4a4_patched_is_stock(running, name, lora):
 def test_a_fresh_process_gives_the_same_bytes(running, fresh):
     """The process that ran everything above, patched and plain in turn, against one that runs the patched model first and alone."""
     with fresh() as server:
-        patched = run(server, "pruned_int8_convrot", accelerate="H3TestEager")["sha256"]
-        plain = run(server, "pruned_int8_convrot")["sha256"]
-    assert patched == plain == run(running, "pruned_int8_convrot", accelerate="H3TestEager")["sha256"] == run(running, "pruned_int8_convrot")["sha256"]
+        first = run(server, "pruned_int8_convrot", accelerate="H3TestEager")["sha256"]
+        assert run(server, "pruned_int8_convrot")["sha256"] == first
+    assert run(running, "pruned_int8_convrot", accelerate="H3TestEager")["sha256"] == first
+    assert run(running, "pruned_int8_convrot")["sha256"] == first
 
 
 def test_node_and_status_route(running):

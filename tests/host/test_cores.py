@@ -359,6 +359,8 @@ def test_quantised_inputs_keep_the_rules(comfy, tiny_models, scopes):
     from h3_vortex.kernels.patch.comfyui import accelerate, report
     from h3_vortex.tests.host import w4a4
 
+    if comfy.model_management.get_torch_device().type != "cpu":
+        pytest.skip("the reference GEMM is for the CPU: set H3_HOST_DEVICE=cpu")
     w4a4.register()
     with torch.inference_mode():
         model = comfy.sd.load_diffusion_model(str(tiny_models["pruned_nvfp4"]))

@@ -104,6 +104,7 @@ def test_other_errors_are_not_swallowed():
 def test_times_are_measured_only_when_asked_and_equal():
     assert settle("a", FILE, equal_pair).ms is None
     assert settle("a", FILE, equal_pair, lambda: (2.0, 1.0)).ms == (2.0, 1.0)
+    assert verification.timings() == {"a": {"rows": verification.TIMED_ROWS, "stock_ms": 2.0, "kernel_ms": 1.0}}
     assert settle("b", FILE, unequal_pair, lambda: pytest.fail("timed a wrong op")).ms is None
 
 
