@@ -126,12 +126,12 @@ def launch(amax_kernel, pack_kernel, inputs: tuple, tensor_scale: torch.Tensor |
     dynamic = tensor_scale is None
     scale = torch.zeros((), dtype=torch.float32, device=device) if dynamic else tensor_scale
     amax = torch.zeros(1, dtype=torch.int32, device=device)
-    tile = 128 if device.type == "cuda" else 4096  # 16 values a thread; the interpreter's time goes with the number of programs
-    blocks = min(tile, triton.next_power_of_2(words * 4))
-    constants = {"K": columns, "TOKENS": tile // blocks, "BLOCKS": blocks, "enable_fp_fusion": False, **constants}
+    size = 128 if device.type == "cuda" else 4096  # 16 values a thread; the interpreter's time goes with the number of programs
+    blocks = min(size, triton.next_power_of_2(words * 4))
+    constants = {"K": columns, "TOKENS": size // blocks, "BLOCKS": blocks, "enable_fp_fusion": False, **constants}
 
     def grid(rows):
-        return triton.cdiv(rows, tile // blocks), triton.cdiv(words * 4, blocks)
+        return triton.cdiv(rows, size // blocks), triton.cdiv(words * 4, blocks)
 
     if tokens and dynamic:
         amax_kernel[grid(tokens)](*inputs, amax, tokens, **constants)
