@@ -83,6 +83,17 @@ def run(server, *args, **kwargs):
     return json.loads(result.outputs["result"]["text"][0])
 
 
+def warm_up(server):
+    """H3 Warmup as the last node of a graph of its own."""
+    nodes = graph("pruned_int8_convrot", accelerate="H3TestEager")
+    keep = {key: nodes[key] for key in ("loader", "accelerate", "positive", "latent")}
+    inputs = {"model": ["accelerate", 0], "positive": ["positive", 0], "latent": ["latent", 0]}
+    result = server.queue({**keep, "warmup": {"class_type": "H3VortexWarmup", "inputs": inputs}})
+    assert result.ok, result.message()
+    told = json.loads(result.outputs["warmup"]["text"][0])
+    assert told["model_calls"] == 1 and fused(told, "gate_norm_modulate") == BLOCKS
+
+
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_patched_is_stock(running, name, lora):
@@ -111,8 +122,13 @@ def test_w4a4_patched_is_stock(running, name, lora):
 
 
 def test_a_fresh_process_gives_the_same_bytes(running, fresh):
-    """The process that ran everything above, patched and plain in turn, against one that runs the patched model first and alone."""
+    """The process that ran everything above, patched and plain in turn, against one that warms up and runs the patched model first."""
     with fresh() as server:
+        _, before = server.get("/h3_vortex/status")
+        assert before["ready"] is False and before["runs"] == 0 and before["models"] == []
+        warm_up(server)
+        _, warm = server.get("/h3_vortex/status")
+        assert warm["ready"] is True and warm["warm"] is True and warm["runs"] == 1 and warm["last_run"]["model_calls"] == 1
         first = run(server, "pruned_int8_convrot", accelerate="H3TestEager")["sha256"]
         assert run(server, "pruned_int8_convrot")["sha256"] == first
     assert run(running, "pruned_int8_convrot", accelerate="H3TestEager")["sha256"] == first
