@@ -1,7 +1,8 @@
 """CUDA C++ compiled at run time by the NVRTC that torch ships, launched through the driver. No nvcc, no compiler, no Triton.
 
 Why ctypes: ``torch.cuda._compile_kernel`` is private and raises without a CUDA toolkit, and ``cuda.bindings`` comes with torch
-on Linux only. Here a launch costs one ``struct.pack_into`` and one ``cuLaunchKernel`` with a packed parameter buffer.
+on Linux only. Here a launch costs two ``struct.pack_into`` and one ``cuLaunchKernelEx`` with a packed parameter buffer; that call
+takes four prepared pointers, where each of the eleven arguments of ``cuLaunchKernel`` would be converted anew.
 
 Compiled code is cached on disk under the hash of source, options, architecture and NVRTC version (:mod:`.cache`).
 """
@@ -22,6 +23,8 @@ from .dispatch import BackendUnavailable
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 _LAUNCH_PARAM_BUFFER_POINTER, _LAUNCH_PARAM_BUFFER_SIZE, _LAUNCH_PARAM_END = 1, 2, 0
+_CONFIG = struct.Struct("@7IP")  # CUlaunchConfig: grid, block, shared bytes, stream; then attributes (pointer, count), which stay zero
+_CONFIG_BYTES = 56
 
 
 class NvrtcUnavailable(BackendUnavailable):
@@ -78,11 +81,10 @@ def load_driver(load=ctypes.CDLL, platform: str = sys.platform):
     try:
         driver = load(name)
         driver.cuLibraryLoadData  # noqa: B018
-        driver.cuLaunchKernel  # noqa: B018
+        driver.cuLaunchKernelEx  # noqa: B018
     except (OSError, AttributeError) as error:
         raise NvrtcUnavailable(f"needs the NVIDIA driver library {name} of CUDA 12 or newer ({type(error).__name__}: {error})") from error
     pointer, unsigned = ctypes.c_void_p, ctypes.c_uint
-    driver.cuLaunchKernel.argtypes = [pointer, *[unsigned] * 7, pointer, pointer, pointer]
     driver.cuLibraryLoadData.argtypes = [pointer, pointer, pointer, pointer, unsigned, pointer, pointer, unsigned]
     driver.cuLibraryGetKernel.argtypes = [pointer, pointer, ctypes.c_char_p]
     driver.cuKernelGetFunction.argtypes = [pointer, pointer]
@@ -232,35 +234,34 @@ class Kernel:
             _check_driver(driver.cuLibraryGetKernel(ctypes.byref(kernel), library, entry.encode()), entry)
             # loads the code now: lazily it would happen at the first launch, which may be under graph capture
             _check_driver(driver.cuKernelGetFunction(ctypes.byref(function), kernel), entry)
-        self._kernel = kernel.value
-        self._launch = driver.cuLaunchKernel
+        self._kernel = kernel
+        self._launch = driver.cuLaunchKernelEx
+        self._stream, self._device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
         self._layout = struct.Struct("@" + parameters)
-        self._local = threading.local()  # one parameter buffer per thread: two threads may launch at once
+        self._local = threading.local()  # buffers per thread: two threads may launch at once
 
-    def _buffer(self):
+    def _prepare(self):
         _bind_context(self.index)
-        local = self._local
-        local.parameters = ctypes.create_string_buffer(self._layout.size)
-        local.size = ctypes.c_size_t(self._layout.size)
-        local.extra = (ctypes.c_void_p * 5)(
-            _LAUNCH_PARAM_BUFFER_POINTER, ctypes.addressof(local.parameters),
-            _LAUNCH_PARAM_BUFFER_SIZE, ctypes.addressof(local.size), _LAUNCH_PARAM_END)
-        local.address = ctypes.addressof(local.extra)
-        return local
+        parameters, config = ctypes.create_string_buffer(self._layout.size), ctypes.create_string_buffer(_CONFIG_BYTES)
+        size = ctypes.c_size_t(self._layout.size)
+        extra = (ctypes.c_void_p * 5)(
+            _LAUNCH_PARAM_BUFFER_POINTER, ctypes.addressof(parameters),
+            _LAUNCH_PARAM_BUFFER_SIZE, ctypes.addressof(size), _LAUNCH_PARAM_END)
+        arguments = ctypes.c_void_p(ctypes.addressof(config)), self._kernel, None, ctypes.c_void_p(ctypes.addressof(extra))
+        self._local.state = parameters, config, arguments, (size, extra)  # the last two are only kept alive
+        return self._local.state
 
     def launch(self, grid: int, block: int, *values, shared: int = 0) -> None:
         """Launch ``grid`` blocks of ``block`` threads on the device's current stream."""
-        local = self._local
-        if not hasattr(local, "address"):
-            self._buffer()
-        self._layout.pack_into(local.parameters, 0, *values)
+        parameters, config, arguments, _ = getattr(self._local, "state", None) or self._prepare()
         index = self.index
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        if torch._C._cuda_getDevice() == index:
-            code = self._launch(self._kernel, grid, 1, 1, block, 1, 1, shared, stream, None, local.address)
+        self._layout.pack_into(parameters, 0, *values)
+        _CONFIG.pack_into(config, 0, grid, 1, 1, block, 1, 1, shared, self._stream(index))
+        if self._device() == index:
+            code = self._launch(*arguments)
         else:
             with torch.cuda.device(index):
-                code = self._launch(self._kernel, grid, 1, 1, block, 1, 1, shared, stream, None, local.address)
+                code = self._launch(*arguments)
         if code:
             _check_driver(code, f"kernel {self.entry}")
 

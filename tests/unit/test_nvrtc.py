@@ -103,7 +103,7 @@ def test_driver_missing_or_too_old(platform, name):
     with pytest.raises(nvrtc.NvrtcUnavailable, match=f"needs the NVIDIA driver library {name} of CUDA 12 or newer"):
         nvrtc.load_driver(Loader(), platform)
     with pytest.raises(nvrtc.NvrtcUnavailable, match=r"CUDA 12 or newer \(AttributeError"):
-        nvrtc.load_driver(Loader(name, symbols=("cuLaunchKernel",)), platform)
+        nvrtc.load_driver(Loader(name, symbols=("cuLaunchKernelEx",)), platform)
 
 
 def test_reason_without_a_gpu(monkeypatch):
@@ -249,10 +249,13 @@ class Driver:
         name._obj.value = b"CUDA_ERROR_INVALID_VALUE"
         return 0
 
-    def cuLaunchKernel(self, kernel, gx, gy, gz, bx, by, bz, shared, stream, params, extra):
-        fields = (ctypes.c_void_p * 5).from_address(extra)
+    def cuLaunchKernelEx(self, config, kernel, params, extra):
+        grid_block, stream, attributes = ctypes.string_at(config.value, 28), *struct.unpack("<QQ", ctypes.string_at(config.value + 32, 16))
+        fields = (ctypes.c_void_p * 5).from_address(extra.value)
         size = ctypes.c_size_t.from_address(fields[3]).value
-        self.launches.append((kernel, (gx, gy, gz), (bx, by, bz), shared, stream, ctypes.string_at(fields[1], size)))
+        assert (fields[0], fields[2], fields[4], params, attributes) == (1, 2, None, None, 0)
+        assert ctypes.c_uint.from_address(config.value + 48).value == 0  # no attributes
+        self.launches.append((kernel.value, *struct.unpack("<7I", grid_block), stream, ctypes.string_at(fields[1], size)))
         return self.code
 
 
@@ -273,11 +276,11 @@ def test_launch_packs_the_parameters_as_the_kernel_expects(driver):
     kernel = nvrtc.Kernel("source", "k", "Piqf", torch.device("cuda", 0))
     kernel.launch(3, 64, 0x1122334455667788, 7, -1, 0.5, shared=16)
     (launch,) = driver.launches
-    assert launch[:5] == (6, (3, 1, 1), (64, 1, 1), 16, 1234)
+    assert launch[:9] == (6, 3, 1, 1, 64, 1, 1, 16, 1234)
     # natural alignment: pointer at 0, int at 8, long long at 16, float at 24
-    assert launch[5] == struct.pack("<Qi4xqf", 0x1122334455667788, 7, -1, 0.5)
+    assert launch[9] == struct.pack("<Qi4xqf", 0x1122334455667788, 7, -1, 0.5)
     kernel.launch(1, 32, 1, 2, 3, 4.0)
-    assert driver.launches[1][5] == struct.pack("<Qi4xqf", 1, 2, 3, 4.0)
+    assert driver.launches[1][9] == struct.pack("<Qi4xqf", 1, 2, 3, 4.0)
 
 
 def test_a_thread_without_a_context_gets_torchs(driver):
