@@ -21,7 +21,12 @@ class H3VortexExtension(ComfyExtension):
         from .decode import H3VortexDecode
         from .denoise import H3VortexDenoise
         from .load import H3VortexLoad
+        from .sampler import H3VortexSampler
+        from .turbo import H3VortexTurboLora
         from .warmup import H3VortexWarmup
 
         status.register()
-        return [H3VortexLoad, H3VortexAccelerate, H3VortexWarmup, H3VortexConditioning, H3VortexDenoise, H3VortexDecode]
+        return [
+            H3VortexLoad, H3VortexTurboLora, H3VortexAccelerate, H3VortexWarmup, H3VortexConditioning, H3VortexSampler, H3VortexDenoise,
+            H3VortexDecode,
+        ]  # fmt: skip
