@@ -8,7 +8,7 @@ from .nvfp4_quantize import columns_inside, launch, load16, merge_amax, pack, te
 
 
 @triton.jit
-def modulated(h, shift, scale, rows, h_stride, shift_stride, scale_stride, token, tokens, columns, K: tl.constexpr):
+def modulated(h, shift, scale, rows, h_stride, shift_stride, scale_stride, token, tokens, columns, K):
     """bf16 values in fp32; zeros outside, whatever the tables hold."""
     inside = columns_inside(token, tokens, columns, K)
     row = tl.load(rows + token, mask=token < tokens, other=0).to(tl.int64)
@@ -22,7 +22,7 @@ def modulated(h, shift, scale, rows, h_stride, shift_stride, scale_stride, token
 @triton.jit(do_not_specialize=["tokens"])
 def amax_kernel(
     h, shift, scale, rows, h_stride, shift_stride, scale_stride, amax, tokens,
-    K: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
+    K, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
 ):
     token, block, columns = tile(TOKENS, BLOCKS)
     merge_amax(modulated(h, shift, scale, rows, h_stride, shift_stride, scale_stride, token, tokens, columns, K), amax)
@@ -31,7 +31,7 @@ def amax_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def pack_kernel(
     h, shift, scale, rows, h_stride, shift_stride, scale_stride, amax, g, q, scales, tokens,
-    K: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, DYNAMIC: tl.constexpr,
+    K, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, DYNAMIC: tl.constexpr,
 ):
     token, block, columns = tile(TOKENS, BLOCKS)
     y = modulated(h, shift, scale, rows, h_stride, shift_stride, scale_stride, token, tokens, columns, K)

@@ -77,12 +77,12 @@ def load16(x, base, columns, inside):
 
 
 @triton.jit
-def columns_inside(token, tokens, columns, K: tl.constexpr):
+def columns_inside(token, tokens, columns, K):
     return columns < tl.where(token < tokens, K, 0)[:, None]
 
 
 @triton.jit
-def pack(y, g, token, tokens, block, q, scales, K: tl.constexpr, BLOCKS: tl.constexpr):
+def pack(y, g, token, tokens, block, q, scales, K, BLOCKS: tl.constexpr):
     """A tile of bf16 values in fp32 ``[BLOCKS, 16]``: codes, and scales into the 128x4 swizzle. Padding must come as zeros."""
     amax = tl.max(tl.where(y == y, tl.abs(y), -1.0), axis=1)
     amax = tl.where(amax < 0.0, float("nan"), amax)  # nothing but NaN
@@ -103,14 +103,14 @@ def pack(y, g, token, tokens, block, q, scales, K: tl.constexpr, BLOCKS: tl.cons
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def amax_kernel(x, x_stride, amax, tokens, K: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr):
+def amax_kernel(x, x_stride, amax, tokens, K, TOKENS: tl.constexpr, BLOCKS: tl.constexpr):
     token, block, columns = tile(TOKENS, BLOCKS)
     merge_amax(load16(x, token * x_stride, columns, columns_inside(token, tokens, columns, K)), amax)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def pack_kernel(
-    x, x_stride, amax, scale, q, scales, tokens, K: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, DYNAMIC: tl.constexpr
+    x, x_stride, amax, scale, q, scales, tokens, K, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, DYNAMIC: tl.constexpr
 ):
     token, block, columns = tile(TOKENS, BLOCKS)
     y = load16(x, token * x_stride, columns, columns_inside(token, tokens, columns, K))
@@ -128,15 +128,15 @@ def launch(amax_kernel, pack_kernel, inputs: tuple, tensor_scale: torch.Tensor |
     amax = torch.zeros(1, dtype=torch.int32, device=device)
     size = 128 if device.type == "cuda" else 4096  # 16 values a thread; the interpreter's time goes with the number of programs
     blocks = min(size, triton.next_power_of_2(words * 4))
-    constants = {"K": columns, "TOKENS": size // blocks, "BLOCKS": blocks, "enable_fp_fusion": False, **constants}
+    constants = {"TOKENS": size // blocks, "BLOCKS": blocks, "enable_fp_fusion": False, **constants}
 
     def grid(rows):
         return triton.cdiv(rows, size // blocks), triton.cdiv(words * 4, blocks)
 
     if tokens and dynamic:
-        amax_kernel[grid(tokens)](*inputs, amax, tokens, **constants)
+        amax_kernel[grid(tokens)](*inputs, amax, tokens, columns, **constants)
     if tokens:
-        pack_kernel[grid(scale_rows)](*inputs, amax, scale, q, scales, tokens, DYNAMIC=dynamic, **constants)
+        pack_kernel[grid(scale_rows)](*inputs, amax, scale, q, scales, tokens, columns, DYNAMIC=dynamic, **constants)
     return q, scale, scales.view(torch.float8_e4m3fn)
 
 

@@ -9,7 +9,7 @@ from .nvfp4_quantize import columns_inside, launch, load16, merge_amax, pack, te
 
 
 @triton.jit
-def activated(gate_up, stride, token, tokens, columns, K: tl.constexpr, LIBDEVICE: tl.constexpr):
+def activated(gate_up, stride, token, tokens, columns, K, LIBDEVICE: tl.constexpr):
     """bf16 values in fp32; zeros outside."""
     inside = columns_inside(token, tokens, columns, K)
     gate = load16(gate_up, token * stride, columns, inside)
@@ -19,7 +19,7 @@ def activated(gate_up, stride, token, tokens, columns, K: tl.constexpr, LIBDEVIC
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def amax_kernel(gate_up, stride, amax, tokens, K: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, LIBDEVICE: tl.constexpr):
+def amax_kernel(gate_up, stride, amax, tokens, K, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, LIBDEVICE: tl.constexpr):
     token, block, columns = tile(TOKENS, BLOCKS)
     merge_amax(activated(gate_up, stride, token, tokens, columns, K, LIBDEVICE), amax)
 
@@ -27,7 +27,7 @@ def amax_kernel(gate_up, stride, amax, tokens, K: tl.constexpr, TOKENS: tl.const
 @triton.jit(do_not_specialize=["tokens"])
 def pack_kernel(
     gate_up, stride, amax, g, q, scales, tokens,
-    K: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, DYNAMIC: tl.constexpr, LIBDEVICE: tl.constexpr,
+    K, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, DYNAMIC: tl.constexpr, LIBDEVICE: tl.constexpr,
 ):
     token, block, columns = tile(TOKENS, BLOCKS)
     y = activated(gate_up, stride, token, tokens, columns, K, LIBDEVICE)
