@@ -47,6 +47,7 @@ def _arguments(name, a):
 def _copies(name, a) -> SimpleNamespace:
     """A second set of the tensors that the op writes to."""
     own = SimpleNamespace(**vars(a))
+    name = ops.stem(name)
     if name == "qk_norm_rope":
         own.buffer = a.buffer.clone()
         heads, width = a.q.shape[1:]
@@ -59,6 +60,7 @@ def _copies(name, a) -> SimpleNamespace:
 
 def _ours(name, a, pair_linear) -> list:
     out = ops.run(name, *_arguments(name, a))
+    name = ops.stem(name)
     if name == "qk_norm_rope":
         return [a.buffer]
     if name.endswith("int8"):
@@ -119,6 +121,23 @@ def _int8_linears(core, name, a):
             x, qdata, params.scale, None, dtype, convrot=True, convrot_groupsize=eligibility.CONVROT_GROUP, **keywords)
 
     return lambda pair: ops.int8_gemm(pair, qdata, params.scale, dtype), plain
+
+
+def against(stock, name: str, args, rows: int = verification.SAMPLE_ROWS) -> tuple[list, list]:
+    """Results of our op and of ``stock(name, sample)`` on the same sample, for a host whose layers take plain activations.
+
+    ``stock`` may write into the sample's tensors and returns, in order: what the op returns, then what the op wrote to besides.
+    """
+    a = sample(name, args, rows)
+    theirs = stock(name, _copies(name, a))
+    return _ours(name, a, None), theirs
+
+
+def time_against(stock, name: str, args, rows: int = verification.TIMED_ROWS, repeats: int = 5) -> tuple[float, float]:
+    """Milliseconds (stock, ours) of one call on ``rows`` rows, as :func:`time` gives them."""
+    a = sample(name, args, rows)
+    theirs, mine = _copies(name, a), _copies(name, a)
+    return _median(lambda: stock(name, theirs), repeats), _median(lambda: _ours(name, mine, None), repeats)
 
 
 def compare(core, name: str, args) -> tuple[list, list]:

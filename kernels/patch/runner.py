@@ -14,13 +14,14 @@ import torch
 from .. import segments
 from . import checks, eligibility, ops, side_path, verification
 from .core import BLOCK_ARGUMENTS, VIEW_SAFE, view_case
-from .report import Calls, Session
+from .decide import Deciding
+from .report import Session
 
 V_VIEW = "attention_v_view"  # stands for an op in the counts: stock's call is the copy of v
 SIDE_PATH = "Turbo LoRA side path on this layer: its input is written out, and quantised from there"
 
 
-class ModelCall:
+class ModelCall(Deciding):
     """What the blocks of one model call share: features, counts and the row map. Made and released by the wrapper.
 
     Args:
@@ -33,10 +34,9 @@ class ModelCall:
     """
 
     def __init__(self, core, session: Session, features: ops.Features, row_buffer: torch.Tensor | None, plan=None, prefix_rows: int = 0):
-        self.core, self.session, self.features = core, session, features
+        super().__init__(session, features, core.digest, core.pause)
+        self.core = core
         self.plan, self.prefix_rows = plan, prefix_rows
-        self.calls = Calls()
-        self.rows_seen = 0
         self._row_buffer = row_buffer
         self._row_map = self._segments = self._override = None
         self._described = False
@@ -122,30 +122,11 @@ class ModelCall:
 
     # -- choosing an op ---------------------------------------------------------------------------------------------------------------
 
-    def _try(self, name: str, *args):
-        """Result of op ``name``, verified; None (no op returns that) with the reason counted when stock must run instead."""
-        args = ops.complete(name, args)
-        backend, reason = ops.backend(name, self.features, args)
-        if reason is None:
-            verdict = self._verdict(
-                ops.case(name, args, args[0].device), args[0].device, lambda: checks.compare(self.core, name, args),
-                lambda: checks.time(self.core, name, args))
-            if not verdict.equal:
-                backend, reason = None, f"bytes not those of stock: {verdict.note}"
-        if reason is not None:
-            self.calls.stock[name, reason] += 1
-            return None
-        self.calls.fused[name, backend] += 1
-        return ops.run(name, *args)
+    def compare(self, name, args):
+        return checks.compare(self.core, name, args)
 
-    def _verdict(self, case, device, compare, time=None) -> verification.Verdict:
-        file = verification.environment(device, self.core.digest)
-        verdict = verification.known(case, file)
-        measure = self.session.measuring and device.type == "cuda"
-        if verdict is None or (measure and time is not None and verdict.equal and verdict.ms is None):
-            with self.core.pause():
-                verdict = verification.settle(case, file, compare, time if measure else None)
-        return verdict
+    def time(self, name, args):
+        return checks.time(self.core, name, args)
 
     def _takes(self, linear, x) -> eligibility.Input:
         takes = eligibility.linear_input(linear, x, self.core.ops.__name__)

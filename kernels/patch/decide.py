@@ -1,0 +1,51 @@
+"""Whether an op runs in place of stock's calls, in any host: switched on, able to run here, verified on this machine, counted."""
+
+import contextlib
+
+from . import ops, verification
+from .report import Calls, Session
+
+
+class Deciding:
+    """What the blocks of one model call share, without knowing a host: features, counts and verdicts.
+
+    A host adds :meth:`compare` and :meth:`time`, the digest of its own sources, and ``pause`` where one-off work needs a context.
+    """
+
+    def __init__(self, session: Session, features: ops.Features, host_digest: str, pause=contextlib.nullcontext):
+        self.session, self.features = session, features
+        self.calls = Calls()
+        self.rows_seen = 0
+        self._host_digest, self._pause = host_digest, pause
+
+    def compare(self, name: str, args) -> tuple[list, list]:
+        """Results of our op and of the host's chain on one sample like ``args``."""
+        raise NotImplementedError
+
+    def time(self, name: str, args) -> tuple[float, float]:
+        """Milliseconds (stock, ours) on :data:`.verification.TIMED_ROWS` rows."""
+        raise NotImplementedError
+
+    def _try(self, name: str, *args):
+        """Result of op ``name``, verified; None (no op returns that) with the reason counted when stock must run instead."""
+        args = ops.complete(name, args)
+        backend, reason = ops.backend(name, self.features, args)
+        if reason is None:
+            verdict = self._verdict(
+                ops.case(name, args, args[0].device), args[0].device, lambda: self.compare(name, args), lambda: self.time(name, args))
+            if not verdict.equal:
+                backend, reason = None, f"bytes not those of stock: {verdict.note}"
+        if reason is not None:
+            self.calls.stock[name, reason] += 1
+            return None
+        self.calls.fused[name, backend] += 1
+        return ops.run(name, *args)
+
+    def _verdict(self, case, device, compare, time=None) -> verification.Verdict:
+        file = verification.environment(device, self._host_digest)
+        verdict = verification.known(case, file)
+        measure = self.session.measuring and device.type == "cuda"
+        if verdict is None or (measure and time is not None and verdict.equal and verdict.ms is None):
+            with self._pause():
+                verdict = verification.settle(case, file, compare, time if measure else None)
+        return verdict
