@@ -80,12 +80,12 @@ def fit(adapter, curve, table):
     """:class:`Fit` of an AdaLN adapter (one group, ``down`` of the full width) to the curve table ``[grid, k]``."""
     target = curve @ adapter.down.double().T
     basis = _basis(table)
-    solution = torch.linalg.lstsq(basis, target).solution
+    solution = torch.linalg.lstsq(basis, target).solution.float()  # as it is stored
     weight = adapter.up.double().T @ adapter.up.double()
 
     def size(hidden):
         return float(((hidden @ weight) * hidden).sum().clamp(min=0)) ** 0.5
 
     full = size(target)
-    residual = size(target - basis @ solution) / full if full else 0.0
-    return Fit(solution[:-1].T.float().contiguous(), solution[-1].float().contiguous(), residual)
+    residual = size(target - basis @ solution.double()) / full if full else 0.0
+    return Fit(solution[:-1].T.contiguous(), solution[-1].contiguous(), residual)
