@@ -128,9 +128,17 @@ def _model_wrapper(core, session, features):
 
 
 def _block_replacements(call, blocks, present) -> dict:
-    """``present`` with a runner for every block; an entry already there is called first and reaches the runner as its original block."""
+    """``present`` with a runner for every block; an entry already there is called first and reaches the runner as its original block.
+
+    A block whose forward another pack owns gets none: newer cores call a replaced block with ``attention=``, which that forward may not
+    know, and an unreplaced one without it.
+    """
     entries = dict(present)
     for index, block in enumerate(blocks):
+        reason = eligibility.foreign(block, MODEL)
+        if reason is not None:
+            call.calls.stock["block", reason] += 1
+            continue
         entries["double_block", index] = _replacement(call, block, entries.get(("double_block", index)))
     return entries
 
