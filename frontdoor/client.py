@@ -166,8 +166,13 @@ class Client:
                 raise ConnectionError(f"{self.url}/view has no {query}: HTTP {reply.status}")
             path = output_path(folder, entry["filename"])
             with open(path, "xb") as file:
-                async for chunk in reply.content.iter_chunked(1 << 20):
-                    file.write(chunk)
+                try:
+                    async for chunk in reply.content.iter_chunked(1 << 20):
+                        file.write(chunk)
+                except BaseException:
+                    file.close()
+                    path.unlink()
+                    raise
         return path
 
 

@@ -100,15 +100,17 @@ def load_graph(path):
         graph = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no JSON: {error}") from None
     if isinstance(graph, dict) and "nodes" in graph and "links" in graph:
         raise UsageError(f"{path} is a workflow for the canvas; a server takes the API format: Workflow > Export (API)")
     if not isinstance(graph, dict) or not graph:
         raise UsageError(f"{path} is no API-format workflow (an object of nodes by id)")
     for node, entry in graph.items():
-        if not isinstance(entry, dict) or not isinstance(entry.get("inputs"), dict) or "class_type" not in entry:
+        if not isinstance(entry, dict) or not isinstance(entry.get("inputs"), dict) or not isinstance(entry.get("class_type"), str):
             raise UsageError(f"{path}: node {node} has no class_type and inputs, so this is no API-format workflow")
+        if not isinstance(entry.get("_meta", {}), dict):
+            raise UsageError(f"{path}: _meta of node {node} is no object, so this is no API-format workflow")
     return graph
 
 

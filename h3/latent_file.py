@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 _FORMAT = "h3_vortex_latent_1"
 
 
 def save(path, video, audio):
-    """Write ``video`` [B, 24, T, h, w] and ``audio`` [B, 32, 2, t] to ``path``; raises OSError as any write does."""
+    """Write ``video`` [B, 24, T, h, w] and ``audio`` [B, 32, 2, t] to ``path``, whole or not at all; raises OSError as any write does."""
     from safetensors.torch import save
 
     data = save(
         {"video": video.detach().cpu().contiguous(), "audio": audio.detach().cpu().contiguous()},
         metadata={"format": _FORMAT},
     )
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_bytes(data)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=path.name + ".", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def load(path):

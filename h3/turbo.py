@@ -15,6 +15,7 @@ Nothing here computes with the model; :class:`Adapter` is what is applied beside
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, field, replace
 
@@ -187,9 +188,9 @@ def _collect(tensors):
         forms.add(form)
         pair = pairs.setdefault(layer, {}).setdefault(part, _Pair())
         if match["kind"] == "alpha":
-            if tensor.numel() != 1:
-                raise LoraError(f"{key} holds {tensor.numel()} values, expected one number")
-            pair.alpha = float(tensor)
+            if tensor.numel() != 1 or tensor.is_complex() or not math.isfinite(tensor.item()):
+                raise LoraError(f"{key} holds {tensor.numel()} values of {tensor.dtype}, expected one finite number")
+            pair.alpha = float(tensor.item())
         elif match["kind"] in DOWN:
             pair.down = tensor
         else:
@@ -226,6 +227,11 @@ def _check_pair(layer, part, pair):
         raise LoraError(f"{name} has only one half of its pair ({'A' if pair.down is not None else 'B'}): the file is damaged or cut")
     if pair.down.dim() != 2 or pair.up.dim() != 2 or pair.up.shape[1] != pair.down.shape[0]:
         raise LoraError(f"{name} has A {list(pair.down.shape)} and B {list(pair.up.shape)}: expected [rank, in] and [out, rank]")
+    if 0 in pair.down.shape or 0 in pair.up.shape:
+        raise LoraError(f"{name} has A {list(pair.down.shape)} and B {list(pair.up.shape)}: nothing is in them, the file is damaged")
+    for letter, half in (("A", pair.down), ("B", pair.up)):
+        if not half.is_floating_point():
+            raise LoraError(f"{name}: {letter} is {half.dtype}, expected floating point numbers")
 
 
 def _adapter(layer, parts, interleaved, scale):
@@ -281,9 +287,10 @@ def _stated_scale(metadata):
     """(``rank of a group -> scale``, where it is stated) from a file's metadata, or (None, None)."""
     def number(name):
         try:
-            return float(metadata[name])
+            value = float(metadata[name])
         except (KeyError, TypeError, ValueError):
             return None
+        return value if math.isfinite(value) else None
 
     if (value := number("training_scale")) is not None:
         return (lambda rank: value), "metadata (training_scale)"
@@ -293,10 +300,10 @@ def _stated_scale(metadata):
     if "lora_adapter_metadata" in metadata:
         try:
             config = json.loads(metadata["lora_adapter_metadata"])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise LoraError(f"the file's lora_adapter_metadata is not JSON: {error}") from error
-        for name, value in config.items():
-            if name.rsplit(".", 1)[-1] == "lora_alpha" and isinstance(value, int | float):
+        for name, value in config.items() if isinstance(config, dict) else ():
+            if name.rsplit(".", 1)[-1] == "lora_alpha" and type(value) in (int, float) and math.isfinite(value):
                 return (lambda rank, alpha=value: alpha / rank), f"metadata ({name})"
     return None, None
 

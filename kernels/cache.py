@@ -17,14 +17,21 @@ _warned_unwritable: set[str] = set()
 
 
 def cache_dir() -> Path:
-    """``H3_VORTEX_CACHE``, else ``%LOCALAPPDATA%\\h3-vortex`` on Windows, else ``$XDG_CACHE_HOME`` or ``~/.cache`` / h3-vortex."""
+    """``H3_VORTEX_CACHE``, else ``%LOCALAPPDATA%\\h3-vortex`` on Windows, else ``$XDG_CACHE_HOME`` or ``~/.cache`` / h3-vortex.
+
+    Raises OSError when none of them is set and the user has no home folder.
+    """
     chosen = os.environ.get("H3_VORTEX_CACHE")
     if chosen:
         return Path(chosen)
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or str(Path.home() / "AppData" / "Local")
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    windows = sys.platform == "win32"
+    base = os.environ.get("LOCALAPPDATA" if windows else "XDG_CACHE_HOME")
+    if not base:
+        try:
+            home = Path.home()
+        except RuntimeError as error:  # a container's user without an entry and without HOME
+            raise OSError("this user has no home folder; set H3_VORTEX_CACHE") from error
+        base = home / ("AppData/Local" if windows else ".cache")
     return Path(base) / "h3-vortex"
 
 
@@ -50,9 +57,9 @@ def read_bytes(kind: str, name: str) -> bytes | None:
 
 def write_bytes(kind: str, name: str, body: bytes) -> bool:
     """Store ``body`` under ``kind/name`` atomically; False (and one log line per directory) when that is not possible."""
-    folder = cache_dir() / kind
-    temporary = None
+    folder, temporary = kind, None
     try:
+        folder = cache_dir() / kind
         folder.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=name + ".", suffix=".part", dir=folder)
         with os.fdopen(handle, "wb") as file:

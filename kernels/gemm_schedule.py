@@ -22,6 +22,7 @@ CACHE_VERSION = 1
 WORKSPACES = (0, 4 << 20, 32 << 20)  # bytes offered to the heuristic; torch itself offers 32 MiB on Hopper and newer
 # algo 70, tile 20, stages 37, split-K 1: measured 3.4x faster than the default for NVFP4 FC2 at 37,810 rows on a GB10 (not by this project)
 KNOWN = {"nvfp4": Config(id=70, tile=20, split_k=1, reduction=0, swizzle=0, custom=0, stages=37, inner_shape=0, cluster=0)}
+OUT_OF_MEMORY = "out of memory while schedules were compared"
 MIN_GAIN = 0.01  # a schedule must win by 1 % or by three times the stock timing's own spread, whichever is more
 
 
@@ -132,16 +133,23 @@ def search(
         seconds: time budget for trying candidates; what is not reached stays "not tried".
         extra: configurations to try besides the usual ones, with the name of their origin.
     """
-    started = time.perf_counter()
-    device = data[0].x.device
     reason = unavailable_reason()
     if reason:
         return Outcome(problem, None, reason)
+    started = time.perf_counter()
     try:
-        matmul = Matmul(problem, device)
-        pool = candidates(matmul, extra)
+        return _search(problem, data, stock, seconds, extra, started)
     except CublasLtError as error:
-        return Outcome(problem, None, str(error), seconds=time.perf_counter() - started)
+        reason = str(error)
+    except torch.OutOfMemoryError:  # the tensors of the search go with its frame, before stock runs
+        reason = OUT_OF_MEMORY
+    return Outcome(problem, None, reason, seconds=time.perf_counter() - started)
+
+
+def _search(problem, data, stock, seconds, extra, started) -> Outcome:
+    device = data[0].x.device
+    matmul = Matmul(problem, device)
+    pool = candidates(matmul, extra)
     outcome = Outcome(problem, None, "", candidates=[Candidate(a.config, origin) for origin, a in pool])
     references = [stock(d) for d in data]
     out = torch.empty_like(references[0])
@@ -221,9 +229,10 @@ class Schedules:
         outcome = self._from_cache(name, layer, problem, data, stock)
         if outcome is None:
             outcome = search(problem, data, stock, seconds)
-            cache.write_json("gemm", name, CACHE_VERSION, {
-                "config": outcome.config.as_dict() if outcome.config else None, "reason": outcome.reason,
-                "stock_ms": outcome.stock_ms, "best_ms": outcome.best_ms})
+            if outcome.reason != OUT_OF_MEMORY:  # which says nothing about the next process
+                cache.write_json("gemm", name, CACHE_VERSION, {
+                    "config": outcome.config.as_dict() if outcome.config else None, "reason": outcome.reason,
+                    "stock_ms": outcome.stock_ms, "best_ms": outcome.best_ms})
         log.info("H3 Vortex: %s %s: %s", layer, problem, outcome.reason)
         self.outcomes[key] = outcome
         if outcome.config is not None:
@@ -241,20 +250,26 @@ class Schedules:
     @staticmethod
     def _from_cache(name, layer, problem, data, stock) -> Outcome | None:
         saved = cache.read_json("gemm", name, CACHE_VERSION)
-        if saved is None:
+        times = ("stock_ms", "best_ms")
+        if saved is None or any(saved.get(key) is not None and type(saved[key]) not in (int, float) for key in times):
             return None
         if saved.get("config") is None:
             return Outcome(problem, None, f"{saved.get('reason')} (cached)", saved.get("stock_ms"), saved.get("best_ms"))
         try:
+            if not all(type(value) is int for value in dict(saved["config"]).values()):
+                raise TypeError("its configuration is not made of integers")
             config = Config(**saved["config"])
             matmul = Matmul(problem, data[0].x.device)
             algorithm = matmul.build(config)
         except (TypeError, ValueError, CublasLtError) as error:
             log.warning("H3 Vortex: the cached %s schedule for %s is not valid here (%s); searching again", layer, problem, error)
             return None
-        references = [stock(d) for d in data]
-        workspace = torch.empty(max(1, algorithm.workspace), dtype=torch.uint8, device=data[0].x.device)
-        verdict = _verdict(matmul, algorithm, data, references, torch.empty_like(references[0]), workspace)
+        try:
+            references = [stock(d) for d in data]
+            workspace = torch.empty(max(1, algorithm.workspace), dtype=torch.uint8, device=data[0].x.device)
+            verdict = _verdict(matmul, algorithm, data, references, torch.empty_like(references[0]), workspace)
+        except torch.OutOfMemoryError:
+            return Outcome(problem, None, OUT_OF_MEMORY)
         if verdict != "exact":
             log.warning("H3 Vortex: cached %s schedule for %s no longer gives stock's bytes (%s); searching again", layer, problem, verdict)
             return None

@@ -35,6 +35,10 @@ class CompileError(BackendUnavailable):
     """NVRTC rejected a source; the message carries its log."""
 
 
+class LoadError(BackendUnavailable):
+    """The driver does not load a compiled kernel: it is too old for it, or out of memory."""
+
+
 def candidate_libraries(platform: str, torch_dir: str, cuda_version: str) -> list[tuple[str, ...]]:
     """Ways to load NVRTC, best first; each is a sequence of libraries to load in order, the last one being NVRTC itself.
 
@@ -230,10 +234,14 @@ class Kernel:
         library, kernel, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         with torch.cuda.device(self.index):
             _bind_context(self.index)
-            _check_driver(driver.cuLibraryLoadData(ctypes.byref(library), self._cubin, None, None, 0, None, None, 0), entry)
-            _check_driver(driver.cuLibraryGetKernel(ctypes.byref(kernel), library, entry.encode()), entry)
-            # loads the code now: lazily it would happen at the first launch, which may be under graph capture
-            _check_driver(driver.cuKernelGetFunction(ctypes.byref(function), kernel), entry)
+            try:
+                code = driver.cuLibraryLoadData(ctypes.byref(library), self._cubin, None, None, 0, None, None, 0)
+                _check_driver(code, "cuLibraryLoadData")
+                _check_driver(driver.cuLibraryGetKernel(ctypes.byref(kernel), library, entry.encode()), "cuLibraryGetKernel")
+                # loads the code now: lazily it would happen at the first launch, which may be under graph capture
+                _check_driver(driver.cuKernelGetFunction(ctypes.byref(function), kernel), "cuKernelGetFunction")
+            except RuntimeError as error:
+                raise LoadError(f"kernel {entry} cannot be loaded: {error}") from error
         self._kernel = kernel
         self._launch = driver.cuLaunchKernelEx
         self._stream, self._device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice

@@ -9,6 +9,7 @@ from .dispatch import Constraints, Rule
 
 BF16 = frozenset({torch.bfloat16})
 TABLE = frozenset({torch.bfloat16, torch.float32})
+TRITON_NEEDED = (3, 5)  # the oldest that the kernels were compiled with: torch 2.9's, which TORCH_RMS_NORM needs as well
 MAX_NORM_WIDTH = 8192  # a row lives in the registers of two warps
 
 
@@ -28,9 +29,14 @@ def triton_unavailable_reason() -> str | None:
     if not torch.cuda.is_available():
         return "needs a GPU that torch can use"
     try:
-        import triton  # noqa: F401
-    except ImportError as error:
+        import triton
+    # A broken wheel raises what it likes; the reason is kept and shown.
+    except Exception as error:
         return f"needs triton, which cannot be imported ({error})"
+    version = str(getattr(triton, "__version__", "0"))
+    found = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
+    if found < TRITON_NEEDED:
+        return f"needs triton {'.'.join(map(str, TRITON_NEEDED))} or newer (found {version})"
     return None
 
 

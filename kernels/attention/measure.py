@@ -114,6 +114,31 @@ def cache_name(call: Call, env: Environment, backends: Iterable[Backend]) -> str
     return cache.digest(env.gpu, env.capability, env.driver, env.torch_version, env.cuda, env.hip, cudnn, versions, names, shape) + ".json"
 
 
+def remembered(name: str, backends: Iterable[Backend]) -> dict | None:
+    """The record of :func:`search` kept under ``name``; None when there is none, or it is not what :func:`search` writes."""
+    record = cache.read_json(KIND, name, VERSION)
+    if record is None or not all(_positive(record.get(key)) for key in ("rows", "heads", "head_dim", "slice_heads")):
+        return None
+    candidates, known = record.get("candidates"), {"stock", *(backend.name for backend in backends)}
+    whole = isinstance(candidates, dict) and set(candidates) <= known and all(map(_is_entry, candidates.values()))
+    return record if whole else None
+
+
+def _is_entry(entry) -> bool:
+    if not isinstance(entry, dict):
+        return False
+    if "slice_ms" not in entry:
+        return isinstance(entry.get("refused"), str)
+    return (
+        _positive(entry["slice_ms"]) and _positive(entry.get("ms", 1)) and type(entry.get("error")) in (int, float)
+        and isinstance(entry.get("equal_to_stock"), bool)
+    )
+
+
+def _positive(value) -> bool:
+    return type(value) in (int, float) and value > 0
+
+
 def search(q, k, v, candidates: Iterable[Backend], stock: Callable, env: Environment, budget: float = BUDGET_SECONDS) -> dict:
     """Time ``candidates`` and ``stock`` on ``q, k, v`` ``[1, S, H, D]``.
 

@@ -4,6 +4,7 @@ Holds numbers and words only, never a tensor. Counts are collected per model cal
 """
 
 import logging
+import re
 import threading
 import time
 import weakref
@@ -136,6 +137,18 @@ def mark_warm() -> None:
 
 def status() -> dict:
     """What ``GET /h3_vortex/status`` answers. ``ready``: a warm-up or a complete run has happened in this process. No paths, no prompts."""
-    return {
+    return without_paths({
         "pack": pack_version(), "ready": _process["warm"] or _process["complete_runs"] > 0, **_process,
-        "models": [session.report() for session in list(_sessions)], "verification": verification.summary()}
+        "models": [session.report() for session in list(_sessions)], "verification": verification.summary()})
+
+
+_FOLDERS = re.compile(r"""(?<![\w.])(?:[A-Za-z]:[\\/]|\\\\|~?/)(?:[^\\/\n"'<>|:;,]*[\\/])*""")
+
+
+def without_paths(value):
+    """``value`` (what JSON holds) with the folders cut off every absolute path in its texts: a reason may quote a library's error."""
+    if isinstance(value, dict):
+        return {without_paths(key): without_paths(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_paths(item) for item in value]
+    return _FOLDERS.sub("", value) if isinstance(value, str) else value

@@ -9,6 +9,7 @@ import functools
 import importlib.metadata
 import logging
 import math
+import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -71,9 +72,26 @@ def _load(file: str) -> None:
     if file not in _loaded:
         _loaded.add(file)
         for case, data in (cache.read_json(KIND, file, VERSION) or {}).items():
-            verdict = Verdict(data["equal"], data["note"] + " (remembered)", tuple(data["ms"]) if data["ms"] else None)
+            verdict = _remembered(data)
+            if verdict is None:
+                continue  # not written by this code: the case is found anew
             if _verdicts.setdefault(case, verdict) is verdict and not verdict.equal:
                 _shout(case, verdict)
+
+
+def _remembered(data) -> Verdict | None:
+    """The verdict that :func:`settle` stored as ``data``; None for anything else."""
+    if not isinstance(data, dict) or not isinstance(data.get("equal"), bool) or not isinstance(data.get("note"), str):
+        return None
+    ms = data.get("ms")
+    timed = isinstance(ms, list) and len(ms) == 2 and all(type(value) in (int, float) for value in ms)
+    return Verdict(data["equal"], data["note"] + " (remembered)", tuple(ms) if timed else None)
+
+
+def _build_failure(error: Exception) -> bool:
+    """Is this what a kernel that does not compile, launch or find memory raises? Triton's compiler has errors of its own, and calls a
+    C compiler, which may be missing or fail."""
+    return isinstance(error, (RuntimeError, OSError, subprocess.SubprocessError)) or type(error).__module__.split(".")[0] == "triton"
 
 
 def _shout(case: str, verdict: Verdict) -> None:
@@ -105,7 +123,9 @@ def settle(
         failure = None
         try:
             note = difference(*compare())
-        except RuntimeError as error:  # a kernel that does not compile or launch; the comparison owns every tensor it touched
+        except Exception as error:  # the comparison owns every tensor it touched
+            if not _build_failure(error):
+                raise
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
         if failure is not None:
             verdict = Verdict(False, f"could not be run: {failure}")
