@@ -1,0 +1,95 @@
+"""``python benchmarks tables``: the README's measured tables, written from ``benchmarks/results`` and nothing else.
+
+Every figure in the README between ``<!-- table: NAME -->`` and ``<!-- end of table -->`` comes from here; a unit test fails when they
+differ from the result files.
+"""
+
+import argparse
+import json
+import re
+
+from .harness import RESULTS, ROOT
+
+README = ROOT / "README.md"
+BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.S)
+WEIGHTS = {"bf16": "BF16", "int8": "INT8-ConvRot"}
+ATTENTION = {"fa2": "SDPA (FlashAttention-2)", "cudnn": "cuDNN", "kitchen": "kitchen INT8", "sage": "SageAttention 1.0.6"}
+CANDIDATES = {"exact": "fused, exact", "fastest": "fastest dense attention alone", "exact_fastest": "fused + fastest dense"}
+ROWS = 37_810
+
+
+def load(name):
+    """The result ``benchmarks/results/NAME.json``. Raises FileNotFoundError."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(head, rows):
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows]) + "\n"
+
+
+def where(result):
+    """One line on the machine a table comes from."""
+    row, copy = result["environment"], result["ceilings"]["copy_TBs"]
+    return (
+        f"{row['gpu']}, driver {row['driver']}, torch {row['torch']}, comfy-kitchen {row['comfy_kitchen']}; "
+        f"copy bandwidth in the same run {copy:.2f} TB/s.\n")
+
+
+def kernels():
+    result = load("kernels-h200")
+    rows = []
+    for row in result["rows"]:
+        if row["rows"] != ROWS or "cuda" not in row["backends"]:
+            continue
+        ours = row["backends"]["cuda"]
+        form = [{"float32": "fp32 tables", "bfloat16": "bf16 tables"}.get(row.get("table_dtype"))]
+        form.append("static scale" if "tensor_scale" in row else None)
+        rows.append([
+            f"`{row['op']}`", ", ".join(filter(None, form)), f"{row['stock_ms']['median']:.3f}", f"{ours['ms']['median']:.3f}",
+            f"**{ours['speedup']:.2f}x**", f"{ours['share_of_copy']:.2f}", str(ours["differing"])])
+    head = ["op", "form", "stock ms", "ours ms", "speed-up", "share of copy bandwidth", "differing bytes"]
+    return where(result) + "\n" + table(head, rows)
+
+
+def attention():
+    result = load("attention-h200")
+    measured = sorted((row for row in result["rows"] if "ms" in row), key=lambda row: row["ms"]["median"])
+    rows = [
+        [f"`{row['backend']}`", row["class"], f"{row['ms']['median']:.1f}", f"{row['TFLOPs']:.0f}", f"{row['speedup']:.2f}x",
+         f"{row['relative_error']:.1e}", "yes" if row["equal_to_stock"] else "no"] for row in measured]
+    head = ["backend", "class", "ms", "TFLOP/s", "against stock", "error against fp32", "stock's bytes"]
+    return where(result) + "\n" + table(head, rows)
+
+
+def step():
+    result = load("step-h200")
+    rows, stock = [], {}
+    for row in result["rows"]:
+        if "ms" not in row:
+            continue
+        key = row["weights"], row["shape"], row["attention"]
+        if row["candidate"] == "stock":
+            stock[key] = row
+            continue
+        reference = stock[key]
+        rows.append([
+            row["shape"], f"{WEIGHTS[row['weights']]} + {ATTENTION[row['attention']]}", CANDIDATES[row["candidate"]],
+            f"{reference['ms']['median'] / 1e3:.3f}", f"{row['ms']['median'] / 1e3:.3f}", f"**{row['speedup']['of_medians']:.3f}x**",
+            "equal" if row["equal_to_stock"] else "other", f"{row['peak_bytes'] / reference['peak_bytes']:.2f}"])
+    head = ["job", "stock runs", "this pack", "stock s/step", "ours s/step", "speed-up", "bytes", "peak memory, share of stock"]
+    return where(result) + "\n" + table(head, rows)
+
+
+TABLES = {"kernels": kernels, "attention": attention, "step": step}
+
+
+def filled(text):
+    """``text`` with the inside of every table block made anew from the result files."""
+    return BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", text)
+
+
+def main(argv):
+    argparse.ArgumentParser(prog="benchmarks tables", description=__doc__).parse_args(argv)
+    README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
