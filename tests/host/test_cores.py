@@ -223,10 +223,11 @@ def test_preferred_attention_of_newer_cores(model, fresh_core, monkeypatch):
     monkeypatch.setattr(module, "optimized_attention", newer)
     core = fresh_core.probe()
     core.prefers_attention = True
-    declared = torch.nn.Module()
-    declared.function = attention_declared
-    blocks = model.model.diffusion_model.blocks
-    monkeypatch.setattr(blocks[0].attn, "comfy_attention", declared, raising=False)
+    attn = model.model.diffusion_model.blocks[0].attn
+    if not hasattr(attn, "comfy_attention"):
+        monkeypatch.setitem(attn._modules, "comfy_attention", torch.nn.Module())
+    declared = attn.comfy_attention
+    monkeypatch.setattr(declared, "function", attention_declared, raising=False)
     patched = accelerate(model, EAGER)
     assert same(sample(patched, conditioning(), steps=1), sample(model, conditioning(), steps=1))
     given = {id(entry) for entry in seen if entry is not None}
