@@ -1,6 +1,7 @@
 """H3 Decode: latents to frames, sound and video; the latent stays on disk until that has worked."""
 
 import logging
+import secrets
 import time
 from pathlib import Path
 
@@ -68,7 +69,7 @@ class H3VortexDecode(io.ComfyNode):
         checks.video_vae(NODE, "vae", vae)
         checks.audio_vae(NODE, "audio_vae", audio_vae)
         if saved_latent != NONE:
-            path = _folder() / saved_latent
+            path = _chosen(saved_latent)
             latent = {"samples": NestedTensor(latent_file.load(path))}
             video, audio = checks.h3_latent(NODE, "saved_latent", latent)
         else:
@@ -102,9 +103,16 @@ def _saved():
     return sorted(path.name for path in _folder().glob("*.safetensors"))
 
 
+def _chosen(name):
+    """The file behind a choice of 'saved_latent'. A link or a script can give any text, and a file there may be a link to elsewhere."""
+    if name not in _saved() or (_folder() / name).resolve().parent != _folder().resolve():
+        raise ValueError(f"{NODE}: 'saved_latent' {name!r} is not a file of output/{FOLDER}: choose one of its list, or {NONE!r}")
+    return _folder() / name
+
+
 def _keep(video, audio):
     """Write the latent; without a writable disk the decode goes on, with a warning."""
-    path = _folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{record.sha256(video)[:8]}.safetensors"
+    path = _folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{record.sha256(video)[:8]}-{secrets.token_hex(3)}.safetensors"
     try:
         latent_file.save(path, video, audio)
     except OSError as error:
