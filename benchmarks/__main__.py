@@ -7,7 +7,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # Each has main(argv) -> exit code.
 NAMES = (
-    "step", "diffusers_step", "block", "trajectory", "compare", "gemm", "attention", "check", "kernels", "tables",
+    "step", "diffusers_step", "turbo", "block", "trajectory", "compare", "gemm", "attention", "check", "kernels", "tables",
     "norm_modulate", "gate_norm_modulate", "qk_norm_rope", "modulate", "gate", "swiglu",
     "nvfp4_quantize", "modulate_nvfp4", "swiglu_nvfp4",
     "quantize_rotate_int8", "swiglu_int8", "norm_modulate_int8",
