@@ -1,20 +1,24 @@
 """Gates, then a whole trajectory: stock and a candidate must agree byte for byte, and the next gate waits for the one before.
 
 bytes    one step of a small job, with the full-width model
+linear   what the four Linears of blocks 0, 24 and 49 give in such a step
 blocks   the stream after blocks 0, 24 and 49 in one step of the job
 short    the latents after two sampling steps
 full     the latents after all steps, and each step's prediction
 """
 
 import argparse
+import contextlib
 import time
+from unittest import mock
 
 import torch
 
+from ..kernels.patch import ops
 from . import _comfy, candidates, full_size, harness, shapes
 from .step import add_common
 
-GATES = ("bytes", "blocks", "short", "full")
+GATES = ("bytes", "linear", "blocks", "short", "full")
 WATCHED = (0, 24, 49)
 
 
@@ -59,6 +63,37 @@ class Watch:
         return replacement
 
 
+@contextlib.contextmanager
+def products(comfy, model, rows):
+    """While the block runs, keeps what the Linears of the watched blocks give for ``rows`` rows.
+
+    Yields ``{(block, "qkv" | "out_proj" | "fc1" | "fc2"): output}``. Forward hooks would make the pack step aside, so the three calls
+    that a Linear of either side ends in are listened to: torch's, comfy-kitchen's INT8 one (stock's fc2), the pack's INT8 one.
+    """
+    names = {shape: name for name, shape in model.gemms().items()}
+    blocks, kept, counts = watched_blocks(model.blocks), {}, dict.fromkeys(names.values(), 0)
+
+    def listening(call):
+        def listen(x, weight, *args, **kwargs):
+            out = call(x, weight, *args, **kwargs)
+            name = names.get(tuple(weight.shape))
+            if name and tuple(out.shape) == (rows, weight.shape[0]):
+                if counts[name] in blocks:
+                    kept[counts[name], name] = out.clone()  # rope rotates the original in place
+                counts[name] += 1
+            return out
+
+        return listen
+
+    with contextlib.ExitStack() as stack:
+        for home, name in ((torch.nn.functional, "linear"), (comfy.quant_ops.ck, "int8_linear"), (ops, "int8_gemm")):
+            stack.enter_context(mock.patch.object(home, name, listening(getattr(home, name))))
+        yield kept
+    wrong = {name: count for name, count in counts.items() if count != model.blocks}
+    if wrong:
+        raise RuntimeError(f"saw {wrong} products of {model.blocks} blocks: this core's Linears end in another call")
+
+
 def watched_blocks(blocks):
     """:data:`WATCHED`, or the first, middle and last block of a shallower model."""
     return WATCHED if blocks > WATCHED[-1] else tuple(sorted({0, blocks // 2, blocks - 1}))
@@ -84,6 +119,20 @@ class Run:
         row["detail"] = {"differing": [harness.differing(a, b) for a, b in zip(stock, ours, strict=True)],
                          "of": [tensor.numel() for tensor in stock]}  # fmt: skip
         return row, row["stock"] == row["ours"]
+
+    def linear(self):
+        job = shapes.job(self.chosen.small_shape)
+        inputs = full_size.make_inputs(self.comfy, self.stock, job, self.device)
+        with products(self.comfy, self.model, job.rows) as stock:
+            self._step(self.stock, inputs)
+        with products(self.comfy, self.model, job.rows) as ours:
+            self._step(self.ours, inputs)
+        detail = {}
+        for (index, name), a in stock.items():
+            detail[f"{index} {name}"] = {"differing": harness.differing(a, ours[index, name]), "of": a.numel()}
+        row = {"steps": 1, "stock": {"sha256": harness.sha256(stock.values())},
+               "ours": {"sha256": harness.sha256(ours[key] for key in stock)}, "detail": detail}  # fmt: skip
+        return row, not any(entry["differing"] for entry in detail.values())
 
     def blocks(self):
         inputs = full_size.make_inputs(self.comfy, self.stock, self.job, self.device)

@@ -200,6 +200,9 @@ def test_gates_pass_the_packs_own_candidate(core, tmp_path):
     rows = {row["gate"]: row for row in result["rows"]}
     assert code == 0 and all(row["passed"] for row in rows.values())
     assert list(rows) == list(trajectory.GATES)
+    assert {gate: row["dispatch"]["fused"] > 0 for gate, row in rows.items()} == dict.fromkeys(trajectory.GATES, True)
+    assert list(rows["linear"]["detail"]) == [f"{block} {name}" for block in range(3) for name in ("qkv", "out_proj", "fc1", "fc2")]
+    assert rows["linear"]["detail"]["0 fc1"]["of"] == shapes.job("tiny").rows * 2 * TINY.ffn
     assert list(rows["blocks"]["detail"]) == ["0", "1", "2"]
     assert len(rows["full"]["ours"]["prediction_sha256"]) == 3
     assert rows["full"]["dispatch"]["fused"] > rows["short"]["dispatch"]["fused"] > 0
@@ -215,6 +218,40 @@ def test_gates_refuse_to_go_on(core, candidate, tmp_path):
     assert {gate: row["passed"] for gate, row in rows.items()} == {"bytes": True, "short": False, "full": None}
     assert rows["short"]["detail"]["first_differing_step"] == 1
     assert rows["full"]["detail"] == {"waits_for": "short"}
+
+
+def test_the_linear_gate_sees_the_products_of_either_storage(core, patcher):
+    inputs = full_size.make_inputs(core, patcher, JOB, DEVICE)
+    with trajectory.products(core, TINY, JOB.rows) as stock:
+        full_size.run_step(core, patcher, inputs)
+    ours = candidates.make("exact", patcher, {"features": {"allow_eager": True}})
+    with trajectory.products(core, TINY, JOB.rows) as fused:
+        full_size.run_step(core, ours, inputs)
+    assert len(stock) == 12 and list(stock) == list(fused)
+    assert not any(harness.differing(stock[key], fused[key]) for key in stock)
+    assert not torch.equal(stock[0, "fc2"], stock[1, "fc2"])
+    with pytest.raises(RuntimeError, match="saw .* products of 3 blocks"), trajectory.products(core, TINY, JOB.rows + 1):
+        full_size.run_step(core, patcher, inputs)
+
+
+def test_the_linear_gate_fails_on_one_wrong_product(core, candidate, tmp_path, monkeypatch):
+    candidate(lambda patcher, options: patcher.clone())
+    genuine, calls = torch.nn.functional.linear, []
+
+    def wrong(x, weight, *rest):
+        out = genuine(x, weight, *rest)
+        if tuple(weight.shape) == TINY.gemms()["fc1"] and out.shape[0] == shapes.job("tiny").rows:
+            calls.append(1)
+            if len(calls) == TINY.blocks + 2:  # block 1 of the second step
+                out.view(torch.int32)[3, 5] ^= 1
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "linear", wrong)
+    code, result = run(trajectory, tmp_path, "--shape", "tiny", "--small-shape", "tiny", "--gates", "linear,blocks")
+    rows = {row["gate"]: row for row in result["rows"]}
+    assert code == 1 and rows["linear"]["passed"] is False and rows["blocks"]["passed"] is None
+    assert {key for key, entry in rows["linear"]["detail"].items() if entry["differing"]} >= {"1 fc1"}
+    assert rows["linear"]["detail"]["1 fc1"]["differing"] == 1 and rows["linear"]["detail"]["0 fc2"]["differing"] == 0
 
 
 def test_block_sorts_the_work_of_one_block(core, candidate, tmp_path):
