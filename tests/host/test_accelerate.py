@@ -126,3 +126,28 @@ def test_without_a_kernel_the_model_runs_as_stock_and_says_so(load, comfy, caplo
     assert not told["ops"] and told["model_calls"] == 0
     assert "no accelerated kernel for cpu" in told["stepped_aside"]
     assert sum("no accelerated kernel for cpu" in r.message for r in caplog.records) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("curve", [False, True])
+def test_a_block_of_the_real_widths(comfy, monkeypatch, curve):
+    """5376 wide, 56 heads of 128, MLP 14336, bf16: one block, stock and ours, with bf16 and with fp32 modulation tables."""
+    from h3_vortex.kernels.patch import checks, verification
+    from h3_vortex.kernels.patch.core import probe
+    from h3_vortex.kernels.patch.report import Session
+    from h3_vortex.kernels.patch.runner import ModelCall
+
+    monkeypatch.setattr(verification, "SAMPLE_ROWS", 40)
+    core, device = probe(), comfy.model_management.get_torch_device()
+    shape = {"adaln_curve_grid": 1025, "time_embed_dim": 8} if curve else {"time_embed_dim": 64}
+    with torch.inference_mode():
+        model = core.model.MiniMaxH3Model(
+            num_layers=1, token_refiner_num_layers=0, time_embed_hidden_size=64, dtype=torch.bfloat16, device=device,
+            operations=comfy.ops.disable_weight_init, **shape).requires_grad_(False)
+        for parameter in model.blocks[0].parameters():
+            torch.nn.init.normal_(parameter, 0 if parameter.dim() > 1 else 1, 0.02)
+        block, call = model.blocks[0], ModelCall(core, Session("exact", "stock (exact)"), EAGER, None)
+        ours, theirs = checks.block(core, model, block, lambda args: call.block(block, args, None), torch.bfloat16, device)
+        assert verification.difference(ours, theirs) is None
+    done = {op for op, _ in call.calls.fused}
+    assert done >= {"norm_modulate", "gate_norm_modulate", "gate", "qk_norm_rope", "swiglu"}
