@@ -1,6 +1,6 @@
 """What a Turbo LoRA costs: whole steps of ComfyUI's full-size H3 with a random 208-module LoRA beside its layers, and without it.
 
-Four patchers of one model in turn: stock, this pack, the LoRA alone, and both. ``overhead`` is the median over rounds of with / without - 1.
+Four patchers of one model in turn: stock, this pack, the LoRA alone, and both. ``overhead``: with / without - 1, the median over rounds.
 The bytes of the LoRA alone and of LoRA and pack together must be equal.
 """
 

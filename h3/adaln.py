@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-MAX_TABLE_RESIDUAL = 1e-2  # above it the table is not of this time embedder: pruned files keep it to about 1e-5
+MAX_TABLE_RESIDUAL = 1e-3  # above it the table is not of this time embedder: pruned files keep it to about 1e-5
 NAMES = {
     "proj_in": ("time_embedder.proj_in", "time_embedder.linear_1"),
     "proj_out": ("time_embedder.proj_out", "time_embedder.linear_2"),
@@ -70,8 +70,8 @@ def check_table(curve, table):
     residual = float(rest.norm() / curve.norm())
     if residual > MAX_TABLE_RESIDUAL:
         raise ValueError(
-            f"the time curve of this full checkpoint is {residual:.1%} away from the pruned model's table, at most "
-            f"{MAX_TABLE_RESIDUAL:.0%} is allowed: the pruned model was made from another checkpoint; choose that one"
+            f"the time curve of this full checkpoint is {residual:.2%} away from the pruned model's table, at most "
+            f"{MAX_TABLE_RESIDUAL:.1%} is allowed: the pruned model was made from another checkpoint; choose that one"
         )
     return residual
 

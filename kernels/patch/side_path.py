@@ -79,14 +79,20 @@ def _linear(ops, weight, bias):
 
 
 class _Injection:
-    """Hangs one LoRA on whatever model a patcher holds when it is loaded; knows what it hung where, so undoing is exact and repeatable."""
+    """Hangs one LoRA on whatever model a patcher holds when it is loaded; knows what it hung where, so undoing is exact and repeatable.
+
+    Clones share this object and copy the flag that says they are injected: only the patcher that injected last may undo, or the end of an
+    unused clone would take the LoRA off the model that another one is sampling.
+    """
 
     def __init__(self, ops, adapters, weights, strength):
         self.ops, self.adapters, self.weights, self.strength = ops, adapters, weights, strength
         self._hung = weakref.WeakKeyDictionary()  # diffusion model -> functions that undo
+        self._owner = weakref.WeakKeyDictionary()  # diffusion model -> id of the patcher that injected (weak references die before __del__)
 
     def inject(self, patcher):
         model = patcher.model.diffusion_model
+        self._owner[model] = id(patcher)
         if model in self._hung:
             return
         undo = self._hung[model] = []
@@ -99,8 +105,10 @@ class _Injection:
                 undo.append(_take_over(self.ops, mlp))
 
     def eject(self, patcher):
-        for undo in self._hung.pop(patcher.model.diffusion_model, []):
-            undo()
+        model = patcher.model.diffusion_model
+        if self._owner.get(model) == id(patcher):
+            for undo in self._hung.pop(model, []):
+                undo()
 
 
 class Branch(SidePath):
