@@ -275,6 +275,10 @@ class Schedules:
             return None
         return Outcome(problem, config, f"{saved.get('reason')} (cached, verified)", saved.get("stock_ms"), saved.get("best_ms"))
 
+    def known(self, layer: str, problem: Problem, device: torch.device) -> Outcome | None:
+        """The answer of an earlier :meth:`prepare` in this process, or None."""
+        return self.outcomes.get((layer, problem, device))
+
     def has(self, layer: str, problem: Problem, device: torch.device) -> bool:
         return (layer, problem, device) in self._ready
 

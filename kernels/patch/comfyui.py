@@ -216,8 +216,8 @@ def _model_problem(core, session, features, model, x, context) -> str | None:
 
 def _verify_block(core, session, features, model, block, case, file, dtype, device):
     def run_block(args):
-        # v is judged by itself, at a length where attention runs as it does in a job
-        call = ModelCall(core, session, replace(features, v_view=False), None)
+        # v is judged by itself, at a length where attention runs as it does in a job; schedules, on a job's own tensors
+        call = ModelCall(core, session, replace(features, v_view=False, schedule=False), None)
         return call.block(block, args, lambda inner: {"img": block(**_forward_arguments(inner))})
 
     with core.pause():

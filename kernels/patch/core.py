@@ -114,7 +114,7 @@ class Core:
 
     @property
     def in_training(self) -> bool:
-        return bool(self.management.in_training)
+        return bool(getattr(self.management, "in_training", False))
 
     def is_h3(self, model) -> bool:
         return isinstance(model, self.model.MiniMaxH3Model)
@@ -170,6 +170,15 @@ class Core:
                     "H3 Vortex: ComfyUI's cast returned a dense weight for an INT8 layer that was quantised a moment ago; "
                     "switch int8 off in H3 Accelerate (mode advanced) and report this")
             yield self.quant.TensorWiseINT8Layout.get_plain_tensors(weight)
+        finally:
+            self.ops.uncast_bias_weight(linear, weight, bias, stream)
+
+    @contextlib.contextmanager
+    def nvfp4_weight(self, linear, h):
+        """The weight that ``linear(h)`` multiplies a quantised ``h`` with, from the same cast."""
+        weight, bias, stream = self.ops.cast_bias_weight(linear, h, offloadable=True, compute_dtype=h.dtype, want_requant=True)
+        try:
+            yield weight
         finally:
             self.ops.uncast_bias_weight(linear, weight, bias, stream)
 

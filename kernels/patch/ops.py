@@ -53,6 +53,7 @@ class Features:
     v_view: bool = True
     nvfp4: bool = True
     int8: bool = True
+    schedule: bool = True
     allow_eager: bool = False
 
 

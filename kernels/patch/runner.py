@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from .. import segments
-from . import checks, eligibility, ops, side_path, verification
+from . import checks, eligibility, ops, scheduled, side_path, verification
 from .core import BLOCK_ARGUMENTS, VIEW_SAFE, view_case
 from .decide import Deciding
 from .report import Session
@@ -197,7 +197,7 @@ class ModelCall(Deciding):
     def _linear(self, linear, h, like):
         """``linear(h)``; an INT8 pair goes to kitchen's GEMM with the weight that the layer's own forward would use."""
         if not isinstance(h, tuple):
-            return linear(h)
+            return self._scheduled(linear, h, linear)
         with self.core.int8_weight(linear, like) as (qdata, scale):
             return ops.int8_gemm(h, qdata, scale, like.dtype)
 
@@ -217,7 +217,15 @@ class ModelCall(Deciding):
 
     def _base(self, linear, ready, like):
         """The layer's own product of a quantised input, without the branches beside it."""
-        return self._linear(linear, ready, like) if isinstance(ready, tuple) else linear.forward(ready)
+        return self._linear(linear, ready, like) if isinstance(ready, tuple) else self._scheduled(linear, ready, linear.forward)
+
+    def _scheduled(self, linear, h, call):
+        """``call(h)``, or for an NVFP4 ``h`` the product through a schedule that was proved equal and faster here."""
+        if self.features.schedule and isinstance(h, self.core.QuantizedTensor):
+            out = scheduled.linear(self.core, self.calls, linear, h)
+            if out is not None:
+                return out
+        return call(h)
 
     def _beside(self, linear, h, out):
         """``out`` with the branches of plain ``h``."""
@@ -317,7 +325,7 @@ class ModelCall(Deciding):
             if triple is not None:
                 h = self._nvfp4(triple, half)
                 del gate_up, half
-                return linear(h)
+                return self._scheduled(linear, h, linear)
         if getattr(linear.weight, "_layout_cls", None) == eligibility.INT8:
             return side_path.swiglu_linear(self.core.ops, linear, gate_up)
         h = self._try("swiglu", gate_up)
