@@ -1,16 +1,20 @@
 """``python benchmarks check``: for this machine, each op and backend: can it run, does it give stock's bytes, how long does it take.
 
-A few seconds. The inputs are random and smaller than a real job; ``kernels`` measures at full size.
+On a GPU also the NVFP4 product of FC2 through cuBLASLt: whether the GPU has it, and what a schedule search finds. A few seconds; the inputs
+are random and smaller than a real job (``kernels`` measures at full size). ``--out FILE`` keeps all of it as the evidence to send.
 """
 
 import argparse
+import contextlib
 import sys
 
 import torch
 
 from ..kernels import stock
-from . import int8_cases
-from .harness import pick_device
+from ..kernels.cublaslt import Problem
+from ..kernels.gemm_schedule import search
+from . import gemm, int8_cases, shapes
+from .harness import guarded, pick_device, start_result
 from .op_cases import as_comfyui, backends, device_times, make, wrong_elements
 
 OPS = (*stock.OPS, *stock.NVFP4_OPS, *int8_cases.OPS)
@@ -46,6 +50,14 @@ def run_check(device=None, ops=OPS) -> list[dict]:
     return [row for op in ops for row in check(op, device, TOKENS[device.type])]
 
 
+def schedule(device) -> dict:
+    """What the schedule search finds for the NVFP4 product of FC2: a row with ``reason`` and, where there is one, the ratio to stock."""
+    n, k = shapes.model("h3").gemms()["fc2"]
+    problem = Problem("nvfp4", -(-TOKENS["cuda"] // 16) * 16, n, k)
+    outcome = search(problem, [gemm.operands("nvfp4", problem.m, n, k, device, seed) for seed in (0, 1)], gemm.stock_call("nvfp4"))
+    return {"op": "gemm_schedule", "backend": "cublaslt", **outcome.as_dict()}
+
+
 def line(row: dict) -> str:
     head = f"{row['op']:24} {row['backend']:7}"
     if row["reason"] is not None:
@@ -58,15 +70,21 @@ def main(argv):
     parser = argparse.ArgumentParser(prog="benchmarks check", description=__doc__)
     parser.add_argument("--device", help="default cuda where there is one")
     parser.add_argument("--ops", default=",".join(OPS))
+    parser.add_argument("--out", help="also write everything to this JSON file")
     args = parser.parse_args(argv)
     device = pick_device(args.device)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU: times say nothing here"
     print(f"torch {torch.__version__}, {where}", flush=True)
-    wrong = False
-    for op in args.ops.split(","):
-        for row in run_check(args.device, (op,)):
-            wrong |= bool(row.get("differing"))
-            print(line(row), flush=True)
+    result = start_result("check", device, argv)
+    with guarded(result, args.out) if args.out else contextlib.nullcontext():
+        for op in args.ops.split(","):
+            for row in run_check(args.device, (op,)):
+                result["rows"].append(row)
+                print(line(row), flush=True)
+        if device.type == "cuda":
+            result["rows"].append(schedule(device))
+            print(f"{'fc2 schedule':24} cublaslt {result['rows'][-1]['reason']}", flush=True)
+    wrong = any(row.get("differing") for row in result["rows"])
     if wrong:
         print("An op that differs is not used in a run: H3 Accelerate verifies each one first. Please report this.", file=sys.stderr)
     return int(wrong)

@@ -2,6 +2,7 @@
 
 run.py check
 run.py check --ops norm_modulate,swiglu
+run.py check --out my-gpu.json
 """
 
 import os
@@ -17,11 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 def add_arguments(parser):
     interpreter.add_arguments(parser)
     parser.add_argument("--ops", help="names, comma separated (default: all)")
+    parser.add_argument("--out", help="also write everything to this JSON file: the evidence to send from a GPU nobody here has")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default cuda where there is one")
 
 
 def run(args):
     tree = locate.require_comfyui(args.comfyui)
     python = interpreter.for_comfyui(tree, args.python)
-    options = [f"--{name}={getattr(args, name)}" for name in ("ops", "device") if getattr(args, name)]
+    options = [f"--{name}={getattr(args, name)}" for name in ("ops", "out", "device") if getattr(args, name)]
     return subprocess.call([str(python), str(ROOT / "benchmarks"), "check", *options], env={**os.environ, "COMFYUI_DIR": str(tree.path)})
