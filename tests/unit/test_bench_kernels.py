@@ -71,3 +71,10 @@ def test_a_wrong_byte_fails_the_check_and_the_benchmark(small, monkeypatch, tmp_
     out = tmp_path / "gate.json"
     assert op_cases.bench("gate", ("gate",), ["--device", "cpu", "--rows", "5", "--reps", "1", "--out", str(out)], "") == 1
     assert json.loads(out.read_text())["rows"][0]["backends"]["eager"]["differing"] == 1
+
+
+def test_the_check_keeps_its_evidence(small, tmp_path):
+    assert check.main(["--device", "cpu", "--ops", "gate", "--out", str(tmp_path / "mine.json")]) == 0
+    kept = json.loads((tmp_path / "mine.json").read_text())
+    assert kept["kind"] == "check" and kept["speed_valid"] is False
+    assert {row["backend"] for row in kept["rows"]} == {"cuda", "triton", "eager"}
