@@ -3,13 +3,16 @@
 import json
 from dataclasses import replace
 
+from comfy.patcher_extension import WrappersMP
 from comfy_api.latest import io
 
 from ..kernels import attention as attentions
-from ..kernels.patch.comfyui import Features, accelerate, report
-from . import checks
+from ..kernels.patch.comfyui import Features, accelerate, report, session_of
+from ..kernels.patch.report import glance
+from . import checks, host
 
 NODE = "H3 Accelerate"
+SHOW_KEY = "h3_vortex_show_report"
 SWITCHES = {
     "norm": "RMSNorm, modulation and the gate in front of them in one pass.",
     "gate": "The gated residual in one pass over all segments.",
@@ -18,6 +21,7 @@ SWITCHES = {
     "v_view": "Attention reads v where the projection left it, without a copy.",
     "nvfp4": "NVFP4 checkpoints: activations are quantised while they are produced.",
     "int8": "INT8-ConvRot checkpoints: activations are rotated and quantised while they are produced.",
+    "schedule": "NVFP4 checkpoints: products take a cuBLASLt schedule that a short search proved equal and faster on this GPU.",
 }
 
 
@@ -51,11 +55,13 @@ class H3VortexAccelerate(io.ComfyNode):
                     for name, text in SWITCHES.items()
                 ),
             ],
+            hidden=[io.Hidden.unique_id],
             outputs=[
                 io.Model.Output(display_name="model", tooltip="A clone with the kernels; in mode off the very model that came in."),
                 io.String.Output(
                     display_name="report",
-                    tooltip="JSON: the model's layers and what its kernels did so far. After a run: the log, or /h3_vortex/status.",
+                    tooltip="JSON: the model's layers and what its kernels did so far. After a run: on the node, in the log, and at "
+                    "/h3_vortex/status.",
                 ),
             ],
         )
@@ -64,9 +70,24 @@ class H3VortexAccelerate(io.ComfyNode):
     def execute(cls, model, mode, attention, **switches):
         checks.h3_model(NODE, "model", model)
         if mode == "off":
+            host.show(host.node_id(cls), "off: the model passes untouched")
             return io.NodeOutput(model, json.dumps({"mode": "off"}))
         if attention not in attentions.CHOICES:
             raise ValueError(f"{NODE}: attention {attention!r} is not one of {', '.join(attentions.CHOICES)}: choose one of them")
         features = replace(Features(), **switches) if mode == "advanced" else Features()
         patched = accelerate(model, features, attention, mode)
+        patched.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, SHOW_KEY)  # of an H3 Accelerate before this one
+        patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, SHOW_KEY, _show_after(session_of(patched), host.node_id(cls)))
         return io.NodeOutput(patched, json.dumps(report(patched)))
+
+
+def _show_after(session, node):
+    """A wrapper around a whole sampling run that shows on the node what its kernels did, also when the run was interrupted."""
+
+    def run(executor, *args, **kwargs):
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            host.show(node, glance(session.report()))
+
+    return run

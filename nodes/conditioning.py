@@ -2,11 +2,11 @@
 
 import logging
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 from comfy_extras.nodes_minimax_h3 import MiniMaxH3AddGuide, MiniMaxH3ImageToVideo, MiniMaxH3ReferenceToVideo
 
 from ..h3 import grid
-from . import checks
+from . import checks, host
 
 log = logging.getLogger("h3_vortex")
 
@@ -108,6 +108,7 @@ class H3VortexConditioning(io.ComfyNode):
                     "short edge: closer likeness, more rows in every step.",
                 ),
             ],
+            hidden=[io.Hidden.unique_id],
             outputs=[
                 io.Conditioning.Output(display_name="positive", tooltip="For H3 Packed Denoiser or a guider."),
                 io.Latent.Output(display_name="latent", tooltip="The empty latent, video and sound."),
@@ -208,7 +209,7 @@ class H3VortexConditioning(io.ComfyNode):
         task = "ref2va" if has_references else "fl2va" if has_frames or has_guide else "t2va"
         info = _describe(task, width, height, length, positive, latent)
         log.info("H3 Conditioning: %s", info)
-        return io.NodeOutput(positive, latent, info, ui=ui.PreviewText(info))
+        return io.NodeOutput(positive, latent, info, ui=host.shown(cls, info))
 
 
 def _check_numbers(width, height, frames, seconds):

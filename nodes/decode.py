@@ -8,14 +8,14 @@ from pathlib import Path
 import comfy.model_management
 import folder_paths
 from comfy.nested_tensor import NestedTensor
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 from comfy_extras.nodes_audio import VAEDecodeAudio
 from comfy_extras.nodes_video import CreateVideo
 
 import nodes
 
 from ..h3 import grid, latent_file, levels, record
-from . import checks
+from . import checks, host
 
 log = logging.getLogger("h3_vortex")
 
@@ -56,6 +56,7 @@ class H3VortexDecode(io.ComfyNode):
                     tooltip="Unload the diffusion model and the text encoder before decoding. Turn off when all of them fit.",
                 ),
             ],
+            hidden=[io.Hidden.unique_id],
             outputs=[
                 io.Image.Output(display_name="images", tooltip="The frames."),
                 io.Audio.Output(display_name="audio", tooltip="The sound, 32 kHz stereo."),
@@ -92,7 +93,7 @@ class H3VortexDecode(io.ComfyNode):
             path.unlink(missing_ok=True)
 
         info = _describe(images, sound, retried, time.perf_counter() - began)
-        return io.NodeOutput(images, sound, movie, info, ui=ui.PreviewText(info))
+        return io.NodeOutput(images, sound, movie, info, ui=host.shown(cls, info))
 
 
 def _folder():

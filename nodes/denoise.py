@@ -44,6 +44,7 @@ class H3VortexDenoise(io.ComfyNode):
                 ),
                 io.Noise.Input("noise", optional=True, tooltip="For example RandomNoise: takes the place of 'seed'."),
             ],
+            hidden=[io.Hidden.unique_id],
             outputs=[
                 io.Latent.Output(display_name="latent", tooltip="The finished latent, for H3 Decode."),
                 io.String.Output(
@@ -85,7 +86,18 @@ class H3VortexDenoise(io.ComfyNode):
             )
         )
         log.info("H3 Packed Denoiser: %s", text)
+        host.show(host.node_id(cls), _glance(json.loads(text)))
         return io.NodeOutput(finished, text, ui=ui.PreviewText(text))
+
+
+def _glance(run):
+    """The run record in three lines, for the node on the canvas."""
+    steady = run["step_ms"][1:] or run["step_ms"]
+    peak = f", peak {run['peak_memory_bytes'] / 2**30:.1f} GiB" if run["peak_memory_bytes"] else ""
+    return (
+        f"{run['steps']} steps in {run['total_ms'] / 1e3:.1f} s, {sum(steady) / len(steady) / 1e3:.2f} s a step after the first{peak}\n"
+        f"video {run['video_sha256'][:16]}\nsound {run['audio_sha256'][:16]}"
+    )
 
 
 def _watch(clock, shapes):

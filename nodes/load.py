@@ -3,12 +3,13 @@
 import logging
 
 import folder_paths
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 from comfy_execution.graph_utils import ExecutionBlocker
 
 import nodes
 
 from ..h3 import checkpoint
+from . import host
 
 log = logging.getLogger("h3_vortex")
 
@@ -84,7 +85,7 @@ class H3VortexLoad(io.ComfyNode):
         }
         # an output without a file stops whatever is connected to it later, while this result is still cached
         loaded = [load[slot](name) if name != NONE else ExecutionBlocker(_empty(slot)) for slot, name in chosen.items()]
-        return io.NodeOutput(*loaded, info, ui=ui.PreviewText(info))
+        return io.NodeOutput(*loaded, info, ui=host.shown(cls, info))
 
 
 def _empty(slot):

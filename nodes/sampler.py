@@ -6,12 +6,12 @@ import comfy.model_base
 import comfy.samplers
 import torch
 from comfy.k_diffusion.sampling import default_noise_sampler
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 from comfy_extras.nodes_minimax_h3 import MiniMaxH3SigmaShift
 from tqdm.auto import tqdm
 
 from ..h3 import samplers, sigmas
-from . import checks
+from . import checks, host
 
 log = logging.getLogger("h3_vortex")
 NODE = "H3 Sampler"
@@ -156,6 +156,7 @@ class H3VortexSampler(io.ComfyNode):
                     "any sampler.",
                 ),
             ],
+            hidden=[io.Hidden.unique_id],
             outputs=[
                 io.Sampler.Output(display_name="sampler", tooltip="For H3 Packed Denoiser or SamplerCustomAdvanced."),
                 io.Sigmas.Output(display_name="sigmas", tooltip="As many steps as it has sigmas, less one."),
@@ -173,4 +174,4 @@ class H3VortexSampler(io.ComfyNode):
         video, audio = shifts_of(model)
         info = f"{sampler}, {schedule}, {steps} steps, shifts {video:g}/{audio:g}, eta {eta:g}\nsigmas: {sigmas.describe(grid)}"
         log.info("H3 Sampler: %s", info.replace("\n", "; "))
-        return io.NodeOutput(make_sampler(sampler, eta), grid, model, info, ui=ui.PreviewText(info))
+        return io.NodeOutput(make_sampler(sampler, eta), grid, model, info, ui=host.shown(cls, info))

@@ -1,10 +1,9 @@
 """``GET /h3_vortex/status`` on ComfyUI's own server, behind its own origin check: what the kernels did in this process."""
 
-import sys
-
 from aiohttp import web
 
 from ..kernels.patch import report
+from . import host
 
 PATH = "/h3_vortex/status"
 
@@ -15,6 +14,6 @@ async def answer(request):
 
 def register():
     """Add the route to the running server. ComfyUI imported as a library has no server and gets none."""
-    instance = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+    instance = host.server()
     if instance is not None:
         instance.routes.get(PATH)(answer)

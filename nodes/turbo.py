@@ -6,12 +6,12 @@ import logging
 import comfy.utils
 import folder_paths
 from comfy.patcher_extension import WrappersMP
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 from safetensors import safe_open
 
 from ..h3 import adaln, presets, sigmas, turbo
 from ..kernels.patch import side_path
-from . import checks, sampler
+from . import checks, host, sampler
 
 log = logging.getLogger("h3_vortex")
 NODE = "H3 Turbo LoRA"
@@ -78,6 +78,7 @@ class H3VortexTurboLora(io.ComfyNode):
                     "time embedder is read.",
                 ),
             ],
+            hidden=[io.Hidden.unique_id],
             outputs=[
                 io.Model.Output(display_name="model", tooltip="A clone with the LoRA and the shifts; the model that came in stays."),
                 io.Sigmas.Output(display_name="sigmas", tooltip="The sigmas of the preset."),
@@ -122,7 +123,7 @@ class H3VortexTurboLora(io.ComfyNode):
         ]
         info = "\n".join(lines)
         log.info("H3 Turbo LoRA\n%s", info)
-        return io.NodeOutput(patched, grid, sampler.make_sampler(chosen.sampler), info, ui=ui.PreviewText(info))
+        return io.NodeOutput(patched, grid, sampler.make_sampler(chosen.sampler), info, ui=host.shown(cls, info))
 
 
 def _fit(model, file, adaln_source):

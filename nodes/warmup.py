@@ -9,8 +9,8 @@ from comfy_api.latest import io, ui
 from comfy_extras.nodes_custom_sampler import BasicGuider, DisableNoise, KSamplerSelect, SamplerCustomAdvanced
 
 from ..kernels.patch.comfyui import session_of
-from ..kernels.patch.report import mark_warm
-from . import checks
+from ..kernels.patch.report import glance, mark_warm
+from . import checks, host
 
 log = logging.getLogger("h3_vortex")
 NODE = "H3 Warmup"
@@ -32,6 +32,7 @@ class H3VortexWarmup(io.ComfyNode):
                 io.Conditioning.Input("positive", tooltip="The conditioning of the workflow: its length belongs to the shape."),
                 io.Latent.Input("latent", tooltip="The empty latent of the workflow: size and length belong to the shape."),
             ],
+            hidden=[io.Hidden.unique_id],
             outputs=[
                 io.Model.Output(display_name="model", tooltip="The very model that came in."),
                 io.String.Output(
@@ -67,4 +68,5 @@ class H3VortexWarmup(io.ComfyNode):
             text = json.dumps(session.report())
         mark_warm()
         log.info("H3 Warmup: ready")
+        host.show(host.node_id(cls), "ready" if session is None else f"ready\n{glance(session.report())}")
         return io.NodeOutput(model, text, ui=ui.PreviewText(text))

@@ -114,6 +114,25 @@ class Session:
                 "verification": verification.summary()}
 
 
+def glance(state: dict) -> str:
+    """A few lines for a person, from :meth:`Session.report`: what ran, what was verified, what took stock's code and why."""
+    if state["stepped_aside"]:
+        return f"ran as stock: {state['stepped_aside'].removeprefix('H3 Vortex: ')}"
+    fused, stock = Counter(), Counter()
+    for counts in state["last_run_ops"].values():
+        fused.update(counts["fused"])
+        stock.update(counts["stock"])
+    lines = [f"{fused.total()} fused calls" + (f" ({', '.join(sorted(fused))})" if fused else "") + f", {stock.total()} stock calls"]
+    lines += [f"  stock: {calls} x {reason}" for reason, calls in stock.most_common(3)]
+    verdicts = state["verification"]
+    wrong = [case for case, verdict in verdicts.items() if not verdict["equal"]]
+    lines.append(f"verified: {len(verdicts) - len(wrong)} of {len(verdicts)} checks gave stock's bytes")
+    lines += [f"  OFF: {case}" for case in wrong]
+    attention = state["attention"]
+    lines.append(f"attention: {attention.get('backend', 'not reached')} ({attention.get('class', '-')}), chosen: {attention['choice']}")
+    return "\n".join(lines)
+
+
 class timed_run:
     """Context of one sampling run: resets the run's counts, and reports them at its end, interrupted or not."""
 

@@ -16,7 +16,7 @@ TINY = {
     graphs.VIDEO_VAE: "minimax_h3_video_vae_thin.pt",
     graphs.AUDIO_VAE: "minimax_h3_audio_vae_thin.pt",
 }
-SMALL = {"width": 64, "height": 64, "frames": 5, "length": 5, "seconds": 0.0, "steps": 2}
+SMALL = {"width": 64, "height": 64, "frames": 5, "length": 5, "seconds": 0.0, "steps": 2, "prompt": "A red kite over a beach."}
 
 
 def files(object_info):

@@ -17,7 +17,10 @@ FLAGS = (
 # Failures of these are the closed network's or a missing file of the user's, not the workflow's.
 OPTIONAL = ("/api/userdata", "/api/experiment", "api.comfy.org", "/user.css", "/releases", "/view?")
 
-SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.InstalledVersion": "1.49.6", "Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False}
+SETTINGS = {
+    "Comfy.TutorialCompleted": True, "Comfy.InstalledVersion": "1.49.6", "Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False,
+    "LiteGraph.Canvas.MinFontSizeForLOD": 0,
+}  # fmt: skip
 
 
 def missing():

@@ -98,3 +98,19 @@ def test_everything_is_json():
     session = Session("exact", "stock (exact)")
     json.dumps([session.report(), status()])
     assert report.pack_version().count(".") == 2
+
+
+def test_a_glance_at_a_run():
+    session = Session("exact", "stock (exact)")
+    with timed_run(session):
+        session.attention = {"backend": "sdpa", "class": "E0"}
+        session.finish_call(calls([("gate", "cuda"), ("swiglu", "cuda")], [("nvfp4", "a LoRA acts on the weight in each call")]), rows=78)
+    state = session.report() | {"verification": {"gate bf16": {"equal": True}, "swiglu bf16": {"equal": False}}}
+    assert report.glance(state).splitlines() == [
+        "2 fused calls (cuda), 1 stock calls",
+        "  stock: 1 x a LoRA acts on the weight in each call",
+        "verified: 1 of 2 checks gave stock's bytes",
+        "  OFF: swiglu bf16",
+        "attention: sdpa (E0), chosen: stock (exact)"]
+    session.step_aside("H3 Vortex: no kernel for cpu")
+    assert report.glance(session.report()) == "ran as stock: no kernel for cpu"

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 CORE_VERSION = "0.33.0"
 GAP, GROUP_PAD, GROUP_HEAD = 40, 20, 50
 NODE_WIDTH, NOTE_WIDTH, SLOT, WIDGET, TITLE = 400, 460, 20, 24, 30
-# Heights of widgets that are more than one line, and of the picture or film that a node shows.
-TALL = {"STRING": 120}
+# Heights of a text of many lines, and of the picture or film that a node shows.
+PROMPT = 160
 SHOWS = {"LoadImage": 260, "LoadVideo": 260, "LoadAudio": 90, "SaveVideo": 400, "PreviewAny": 100}
 REPORTS = 150  # room for the text that this pack's nodes show after a run
 GROUP_COLORS = ("#3f789e", "#8A8", "#a1309b", "#b58b2a", "#3f789e")
@@ -112,7 +112,7 @@ def _ids(workflow):
 
 
 def _title(node, object_info):
-    return node.title or object_info[node.type]["display_name"]
+    return node.title or object_info[node.type]["display_name"] or node.type
 
 
 def _inputs(node, object_info):
@@ -203,7 +203,7 @@ def _height(node, object_info):
         elif isinstance(node.inputs.get(name), Link):
             lines += 1
         elif options.get("multiline"):
-            tall += TALL["STRING"]
+            tall += PROMPT
         else:
             lines += 1 + bool(options.get("control_after_generate")) + bool(options.get("image_upload"))
     sockets = max(sockets, len(object_info[node.type]["output"]))

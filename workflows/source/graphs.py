@@ -76,9 +76,11 @@ def _result(name, latent="denoise"):
     }
 
 
-def _base(name, note, prompt, *, diffusion_model=FL2VA, inputs=None, lora=None, size=PREVIEW, seconds=SECONDS, frames=FRAMES, **more):
+def _base(
+    name, note, prompt, *, diffusion_model=FL2VA, inputs=None, lora=None, size=PREVIEW, seconds=SECONDS, frames=FRAMES, **more
+):  # fmt: skip
     """Load, condition, accelerate, sample, decode, save; with ``inputs`` (key -> Node) in front of the conditioning and ``lora``."""
-    nodes = {"load": _load(diffusion_model)}
+    nodes = {"load": _load(diffusion_model), "conditioning": _conditioning(prompt, size, seconds, frames, **more)}
     models, model = _files(diffusion_model), Link("load")
     if lora:
         models = (*models, lora)
@@ -86,7 +88,6 @@ def _base(name, note, prompt, *, diffusion_model=FL2VA, inputs=None, lora=None, 
         model = Link("turbo")
     nodes["accelerate"] = Node("H3VortexAccelerate", {"model": model})
     nodes |= inputs or {}
-    nodes["conditioning"] = _conditioning(prompt, size, seconds, frames, **more)
     if lora:
         sampler, sigmas, model = Link("turbo", 2), Link("turbo", 1), Link("accelerate")
     else:
@@ -94,16 +95,20 @@ def _base(name, note, prompt, *, diffusion_model=FL2VA, inputs=None, lora=None, 
         sampler, sigmas, model = Link("sampler"), Link("sampler", 1), Link("sampler", 2)
     nodes["denoise"] = Node(
         "H3VortexDenoise",
-        {"model": model, "positive": Link("conditioning"), "latent": Link("conditioning", 1), "sampler": sampler, "sigmas": sigmas, "seed": 42},
+        {
+            "model": model, "positive": Link("conditioning"), "latent": Link("conditioning", 1), "sampler": sampler, "sigmas": sigmas,
+            "seed": 42,
+        },
     )
     nodes |= _result(name)
     columns = [
+        [("1. Models", [["load"]]), *([("2. Your files", [list(inputs)])] if inputs else [])],
         [
-            ("1. Models", [[key] for key in ("load", "turbo", "accelerate") if key in nodes]),
-            ("2. What to make", [*([list(inputs)] if inputs else []), ["conditioning"]]),
+            ("Speed", [[key] for key in ("turbo", "accelerate") if key in nodes]),
+            ("3. What to make" if inputs else "2. What to make", [["conditioning"]]),
         ],
-        [("3. Sampling", [[key] for key in ("sampler", "denoise") if key in nodes])],
-        [("4. Frames, sound and file", [["decode"], ["save"]])],
+        [("Sampling", [[key] for key in ("sampler", "denoise") if key in nodes])],
+        [("Frames, sound and file", [["decode"], ["save"]])],
     ]
     full = f"{note}\n{PROMPTING}\n{SIZES.format(width=size[0], height=size[1])}\n{SEED}\n{SPEED}"
     return Workflow(name, nodes, columns, full, _models_note(*models))
@@ -147,18 +152,19 @@ def _accelerate_stock():
     note = """\
 ComfyUI's own text-to-video graph for H3 and one node more: **H3 Accelerate**, between the model loader and everything that takes the model.
 
-Do the same in a workflow of yours: connect *model* of the loader (or of the last LoRA) to H3 Accelerate, and H3 Accelerate to the guider and
-to the scheduler. Frames and sound stay the same, byte for byte.
+Do the same in a workflow of yours: connect *model* of the loader (or of the last LoRA) to H3 Accelerate, and H3 Accelerate to the guider
+and to the scheduler. Frames and sound stay the same, byte for byte.
 
 After a run H3 Accelerate shows which kernels ran, which did not, and why.
 """
     columns = [
         [("1. Models", [["unet", "clip", "vae", "audio_vae"]])],
-        [("2. The one node", [["accelerate"]]), ("3. What to make", [["conditioning"]])],
-        [("4. Sampling", [["noise", "guider", "sampler", "sigmas"], ["sample"]])],
-        [("5. Frames, sound and file", [["frames", "sound"], ["movie"], ["save"]])],
+        [("The one node", [["accelerate"]]), ("2. What to make", [["conditioning"]])],
+        [("Sampling", [["noise", "guider", "sampler", "sigmas"], ["sample"]])],
+        [("Frames, sound and file", [["frames", "sound"], ["movie"], ["save"]])],
     ]
-    nodes = _stock_graph("A steam train crosses a stone viaduct at dawn, mist in the valley. The whistle echoes, wheels click on the rails.")
+    prompt = "A steam train crosses a stone viaduct at dawn, mist in the valley. The whistle echoes, wheels click on the rails."
+    nodes = _stock_graph(prompt)
     return Workflow("accelerate_stock_workflow", nodes, columns, note, _models_note(*_files(FL2VA)))
 
 
@@ -190,8 +196,8 @@ Only the accelerated latent is decoded: the same bytes give the same film.
 
     nodes = {
         "load": _load(FL2VA),
-        "accelerate": Node("H3VortexAccelerate", {"model": Link("load")}),
         "conditioning": _conditioning(prompt),
+        "accelerate": Node("H3VortexAccelerate", {"model": Link("load")}),
         "noise": Node("RandomNoise", {"noise_seed": 42}, "Noise for both"),
         "sampler": Node("H3VortexSampler", {"model": Link("load")}, "H3 Sampler for both"),
         "stock": Node("H3VortexDenoise", {"model": Link("load"), **common, **sampler}, "Stock"),
@@ -209,12 +215,11 @@ Only the accelerated latent is decoded: the same bytes give the same film.
     }
     columns = [
         [("1. Models", [["load"]]), ("2. What to make", [["conditioning"]])],
-        [("3. For both", [["sampler", "noise"]])],
-        [("4. Stock", [["stock"]]), ("5. Accelerated", [["accelerate"], ["fast"]])],
+        [("For both", [["sampler", "noise"]])],
+        [("Stock", [["stock"]]), ("Accelerated", [["accelerate"], ["fast"]]), ("Frames, sound and file", [["decode"], ["save"]])],
         [
-            ("6. The same bytes?", [["video_stock", "video_fast"], ["compare_video"], ["video_same"]]),
-            ("7. The same sound?", [["audio_stock", "audio_fast"], ["compare_audio"], ["audio_same"]]),
-            ("8. Frames, sound and file", [["decode"], ["save"]]),
+            ("The same video?", [["video_stock", "video_fast"], ["compare_video"], ["video_same"]]),
+            ("The same sound?", [["audio_stock", "audio_fast"], ["compare_audio"], ["audio_same"]]),
         ],
     ]
     note = f"{note}\n{SIZES.format(width=PREVIEW[0], height=PREVIEW[1])}"
@@ -230,7 +235,8 @@ WORKFLOWS = (
     ),
     _base(
         "first_frame_to_video",
-        "A video that begins with your image. Choose it in **First frame**; it is stretched to the clip's size, so take one of the same shape.\n",
+        "A video that begins with your image. Choose it in **First frame**. "
+        "It is stretched to the clip's size, so take one of the same shape.\n",
         "The scene of the first frame comes alive: a gentle breeze moves everything that can move, the camera pushes in slowly. "
         "Soft wind, distant birds.",
         inputs={"first": _image("First frame")},
@@ -248,8 +254,8 @@ WORKFLOWS = (
     ),
     _base(
         "reference_image",
-        "A video with a person, a thing or a style from an image. In the text it is `<Picture 1>`. For a second one connect *ref_image_1*: it is "
-        "`<Picture 2>`. References need the **ref2va** model.\n",
+        "A video with a person, a thing or a style from an image. In the text it is `<Picture 1>`. "
+        "For a second one connect *ref_image_1*: it is `<Picture 2>`. References need the **ref2va** model.\n",
         "<Picture 1> stands on a windy cliff above the sea, turns to the camera and smiles. Waves roar below.",
         diffusion_model=REF2VA,
         inputs={"picture": _image("Reference image: <Picture 1>")},
@@ -272,8 +278,8 @@ WORKFLOWS = (
     ),
     _base(
         "reference_video",
-        "A video with the motion, the camera or the look of another video, and with its sound. In the text it is `<Video 1>`. References need the "
-        "**ref2va** model. Take 2 to 15 seconds at 24 frames a second, and choose the file in **Reference video**.\n",
+        "A video with the motion, the camera or the look of another video, and with its sound. In the text it is `<Video 1>`. "
+        "References need the **ref2va** model. Take 2 to 15 seconds at 24 frames a second, and choose the file in **Reference video**.\n",
         "Same camera move as <Video 1>, but the street is a market in an old harbour town at night. Lively voices, a street organ.",
         diffusion_model=REF2VA,
         inputs={
@@ -288,7 +294,8 @@ WORKFLOWS = (
         "turbo_4_steps",
         "4 steps instead of 20 with a Turbo LoRA made for 768p. **H3 Turbo LoRA** reads steps, shifts and sampler from the file and gives "
         "them to the denoiser. Four steps can leave the sound rough: the 8-step workflow is cleaner.\n",
-        "A street musician plays the accordion under a stone arch in light rain, people with umbrellas pass by. A slow waltz, rain on cobbles.",
+        "A street musician plays the accordion under a stone arch in light rain, people with umbrellas pass by. "
+        "A slow waltz, rain on cobbles.",
         lora=_model(TURBO_4, "loras"),
         size=FINAL,
     ),
@@ -296,13 +303,15 @@ WORKFLOWS = (
         "turbo_8_steps",
         "8 steps instead of 20 with a Turbo LoRA. **H3 Turbo LoRA** reads steps, shifts and sampler from the file and gives them to "
         "the denoiser.\n",
-        "A street musician plays the accordion under a stone arch in light rain, people with umbrellas pass by. A slow waltz, rain on cobbles.",
+        "A street musician plays the accordion under a stone arch in light rain, people with umbrellas pass by. "
+        "A slow waltz, rain on cobbles.",
         lora=_model(TURBO_8, "loras"),
     ),
     _base(
         "long_clip_15_seconds",
-        "The longest clip H3 was trained on: 362 frames, 15.1 seconds. It takes about three times the rows of a 5 second clip in every step, and "
-        "attention grows with their square. Try the prompt with a short clip first.\n",
+        "The longest clip H3 was trained on: 362 frames, 15.1 seconds. "
+        "It takes about three times the rows of a 5 second clip in every step, "
+        "and attention grows with their square. Try the prompt with a short clip first.\n",
         "One continuous aerial shot: over a sleeping village at first light, along the river, up the valley to a waterfall. "
         "Church bells, rushing water that grows louder, birds.",
         seconds=LONG_SECONDS,
