@@ -58,12 +58,16 @@ class Result:
 
     def texts(self):
         """Every text that a node showed, in node order."""
-        return [text for ui in self.outputs.values() for text in ui.get("text") or () if isinstance(text, str)]
+        lists = [ui["text"] for ui in self._shown().values() if isinstance(ui.get("text"), list)]
+        return [text for texts in lists for text in texts if isinstance(text, str)]
+
+    def _shown(self):
+        return {node: ui for node, ui in self.outputs.items() if isinstance(ui, dict)}
 
     def files(self):
         """(node id, file entry) for every file the graph left on the server, saved outputs before previews."""
         found = []
-        for node, ui in self.outputs.items():
+        for node, ui in self._shown().items():
             for entries in ui.values():
                 if isinstance(entries, list):
                     found += [(node, entry) for entry in entries if isinstance(entry, dict) and entry.get("filename")]

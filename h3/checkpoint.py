@@ -6,7 +6,6 @@ Only headers and the few bytes of the ``comfy_quant`` tensors are read, never th
 from __future__ import annotations
 
 import json
-import pickle
 import re
 import struct
 import zipfile
@@ -37,6 +36,7 @@ _TORCH_DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
+QUANT = ".comfy_quant"
 _MAX_HEADER = 100_000_000
 
 
@@ -82,19 +82,48 @@ def _read_safetensors(path):
             raise CheckpointError(f"{path.name} is truncated: its header alone has {8 + length} bytes, the file {size}; download it again")
         try:
             entries = json.loads(file.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path.name} has a damaged header ({error}); download it again") from error
-        metadata = entries.pop("__metadata__", {})
+        metadata = entries.pop("__metadata__", {}) if isinstance(entries, dict) else None
+        if not isinstance(metadata, dict) or not all(map(_is_entry, entries.values())):
+            raise CheckpointError(f"{path.name} has a damaged header (it does not list tensors); download it again")
         promised = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         if promised > size:
             raise CheckpointError(f"{path.name} is truncated: header promises {promised} bytes, file has {size}; download it again")
-        quant = json.loads(metadata.get("_quantization_metadata", "{}")).get("layers", {})
+        whole = "all layers"
+        quant = _configurations(path, {whole: metadata.get("_quantization_metadata", "{}")})[whole].get("layers", {})
+        if not isinstance(quant, dict) or not all(isinstance(conf, dict) for conf in quant.values()):
+            raise CheckpointError(f"{path.name}: its _quantization_metadata does not list layers: the file is damaged; download it again")
+        texts = {}
         for name, entry in entries.items():
-            if name.endswith(".comfy_quant"):
+            if name.endswith(QUANT):
                 begin, end = entry["data_offsets"]
                 file.seek(8 + length + begin)
-                quant[name.removesuffix(".comfy_quant")] = json.loads(file.read(end - begin))
+                texts[name.removesuffix(QUANT)] = file.read(end - begin)
+        quant |= _configurations(path, texts)
     return Header(path, {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}, quant)
+
+
+def _is_entry(entry):
+    """Is this how a safetensors header describes one tensor?"""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    lists = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
+    return lists and all(type(n) is int and n >= 0 for n in (*shape, *offsets)) and offsets[0] <= offsets[1]
+
+
+def _configurations(path, texts):
+    """``{layer: configuration}`` of the JSON objects by which layers say how they are quantised."""
+    found = {}
+    for layer, text in texts.items():
+        try:
+            found[layer] = json.loads(text)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{path.name}: the quantisation of {layer} cannot be read ({error}); download it again") from error
+        if not isinstance(found[layer], dict):
+            raise CheckpointError(f"{path.name}: the quantisation of {layer} is no JSON object: the file is damaged; download it again")
+    return found
 
 
 def _read_torch(path):
@@ -103,20 +132,18 @@ def _read_torch(path):
     try:
         # weights_only: no code in the file can run; mmap: the weights stay on the disk
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+    except Exception as error:  # the reader of a damaged file raises whatever it met: KeyError, IndexError, struct.error, ..
         reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"{path.name} cannot be read as a PyTorch file, it is truncated or something else ({reason}); download it again"
         ) from error
     state = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else {}
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    if not tensors:
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)} if isinstance(state, dict) else {}
+    if not tensors or not all(isinstance(name, str) for name in tensors):
         raise CheckpointError(f"{path.name} holds no tensors by name: it is not a checkpoint")
-    quant = {
-        name.removesuffix(".comfy_quant"): json.loads(bytes(value.tolist()))
-        for name, value in tensors.items()
-        if name.endswith(".comfy_quant")
-    }
+    quant = _configurations(path, {
+        name.removesuffix(QUANT): value.flatten().to(torch.uint8).numpy().tobytes() for name, value in tensors.items() if name.endswith(QUANT)
+    })  # fmt: skip
     shapes = {}
     for name, value in tensors.items():
         dtype = str(value.dtype).removeprefix("torch.")

@@ -26,13 +26,16 @@ def turbo(steps, shift):
     Same arithmetic as the official scheduler, which counts grid points: its N are ``steps + 1`` here.
 
     Raises:
-        ValueError: ``steps`` below 1, or ``shift`` not positive.
+        ValueError: ``steps`` below 1, or ``shift`` not positive or beyond fp32.
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}: there must be at least 1")
     check_shift("shift", shift)
     base = torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float32)
-    return shift * base / (1 + (shift - 1) * base)
+    grid = shift * base / (1 + (shift - 1) * base)
+    if not bool(torch.isfinite(grid).all()):
+        raise ValueError(f"shift is {shift}: beyond what the grid's fp32 can hold; use 0.01 to 100, 12 for video and 3 for sound")
+    return grid
 
 
 def change_shift(sigma, from_shift, to_shift):
