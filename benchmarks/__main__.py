@@ -8,6 +8,7 @@ HERE = Path(__file__).resolve().parent
 # Each has main(argv) -> exit code.
 NAMES = (
     "step", "diffusers_step", "turbo", "block", "trajectory", "compare", "gemm", "attention", "check", "kernels", "tables",
+    "registry", "plot",
     "norm_modulate", "gate_norm_modulate", "qk_norm_rope", "modulate", "gate", "swiglu",
     "nvfp4_quantize", "modulate_nvfp4", "swiglu_nvfp4",
     "quantize_rotate_int8", "swiglu_int8", "norm_modulate_int8",
@@ -15,6 +16,8 @@ NAMES = (
 
 
 def main(argv):
+    if argv[1:2] == ["--compare"]:  # python benchmarks step --compare A.json B.json
+        argv = ["compare", *argv[2:]]
     if not argv or argv[0] not in NAMES:
         print(f"usage: python benchmarks {{{','.join(NAMES)}}} ...", file=sys.stderr)
         return 2

@@ -15,7 +15,7 @@ from ..kernels.cublaslt import Problem
 from ..kernels.gemm_schedule import search
 from . import gemm, int8_cases, shapes
 from .harness import guarded, pick_device, start_result
-from .op_cases import as_comfyui, backends, device_times, make, wrong_elements
+from .op_cases import as_comfyui, backends, device_times, make, stock_problem, wrong_elements
 
 OPS = (*stock.OPS, *stock.NVFP4_OPS, *int8_cases.OPS)
 TOKENS = {"cuda": 4_099, "cpu": 37}
@@ -26,11 +26,7 @@ def check(op: str, device, tokens: int) -> list[dict]:
     """One row per backend of ``op``: ``available`` or ``reason``, ``differing`` elements, ``ms``, ``stock_ms``, ``ratio``."""
     options = {} if device.type == "cuda" else {key: value for key, value in SMALL.items() if key != "heads" or op in stock.OPS}
     case = make(op, tokens, device, **options)
-    try:
-        case.stock(*case.inputs())
-        stock_reason = None
-    except (RuntimeError, AssertionError, AttributeError) as error:  # kitchen and torch say in their own ways what they lack
-        stock_reason = f"stock cannot run here: {str(error).splitlines()[0]}"
+    stock_reason = stock_problem(case)
     rows = []
     for name, reason in backends(op, case).items():
         row = {"op": op, "backend": name, "reason": reason or stock_reason}

@@ -1,27 +1,65 @@
-"""Two result files side by side: the same rows' times, their ratio, and whether the bytes are the same."""
+"""Two result files of one kind side by side: the same rows' times, their ratio, and whether the bytes are the same."""
 
 import argparse
 import json
 from pathlib import Path
 
-KEY = ("model", "blocks", "weights", "shape", "rows", "attention", "candidate", "op", "backend")
+# What names a row; a row has some of these.
+KEY = (
+    "model", "blocks", "weights", "shape", "rows", "attention", "candidate", "op", "table_dtype", "tensor_scale", "width", "layer",
+    "problem", "backend", "gate", "steps",
+)  # fmt: skip
+
+
+def measured(row):
+    """[(what, ms or None, hash or None)] of one row of any kind of result; nothing for a row that was skipped."""
+    found = []
+    if "ms" in row:  # step, attention
+        found.append((None, row["ms"]["median"], row.get("sha256")))
+    for group, ms in row.get("groups_ms", {}).items():  # block
+        found.append((group, ms, None))
+    if "sum_ms" in row:
+        found.append(("sum", row["sum_ms"], None))
+    stock = row.get("stock_ms")  # the ops hold a summary, gemm a number; None where stock cannot run
+    if stock is not None:
+        found.append(("stock", stock["median"] if isinstance(stock, dict) else stock, None))
+    if row.get("best_ms") is not None:
+        found.append(("best exact schedule", row["best_ms"], None))
+    for name, entry in row.get("backends", {}).items():
+        found.append((name, entry["ms"]["median"], None))
+    for side in ("stock", "ours"):  # trajectory
+        if side in row:
+            entry = row[side]
+            digests = [entry[key] for key in ("sha256", "video_sha256", "audio_sha256") if key in entry]
+            found.append((side, 1e3 * entry["seconds"] if "seconds" in entry else None, " ".join(digests)))
+    return found
 
 
 def keyed(result):
-    """``{key: row}`` of the rows that have a time; the key is what :data:`KEY` names and the row has."""
-    return {tuple(row.get(name) for name in KEY): row for row in result["rows"] if "ms" in row}
+    """``{key: (ms or None, hash or None)}`` of everything measured in a result."""
+    table = {}
+    for row in result["rows"]:
+        for what, ms, digest in measured(row):
+            table[(*(row.get(name) for name in KEY), what)] = ms, digest
+    return table
 
 
 def compare(a, b):
-    """[(key text, ms of a, ms of b, a / b, same bytes or None)] for the rows that both results have."""
+    """[(key text, ms of a, ms of b, a / b, same bytes)] for what both results measured; None where a kind has no time or no hash."""
     mine, theirs = keyed(a), keyed(b)
     table = []
     for key in [key for key in mine if key in theirs]:
-        before, after = mine[key]["ms"]["median"], theirs[key]["ms"]["median"]
-        hashes = mine[key].get("sha256"), theirs[key].get("sha256")
-        same = None if None in hashes else hashes[0] == hashes[1]
-        table.append((" ".join(str(part) for part in key if part is not None), before, after, before / after, same))
+        (before, one), (after, other) = mine[key], theirs[key]
+        ratio = before / after if before is not None and after else None
+        same = None if one is None or other is None else one == other
+        table.append((" ".join(str(part) for part in key if part is not None), before, after, ratio, same))
     return table
+
+
+def line(text, before, after, ratio, same):
+    parts = [] if ratio is None else [f"{before:.3f} ms | {after:.3f} ms | ratio {ratio:.4f}"]
+    parts += [] if same is None else [f"same bytes {same}"]
+    return f"{text}: {' | '.join(parts)}"
 
 
 def main(argv):
@@ -39,6 +77,6 @@ def main(argv):
     if not table:
         print("the files have no row in common")
         return 1
-    for text, before, after, ratio, same in table:
-        print(f"{text}: {before:.3f} ms | {after:.3f} ms | ratio {ratio:.4f} | same bytes {same}")
+    for row in table:
+        print(line(*row))
     return 0

@@ -4,6 +4,7 @@ Random data. A schedule counts only when its output equals stock's byte for byte
 """
 
 import argparse
+import sys
 
 import torch
 
@@ -55,6 +56,8 @@ def main(argv):
     parser.add_argument("--seconds", type=float, default=1.0, help="time budget of one search")
     parser.add_argument("--out")
     args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        sys.exit("gemm times cuBLASLt schedules: it needs an NVIDIA GPU and a CUDA build of torch, and has no harness check on a CPU")
     device = pick_device("cuda")
     model = shapes.model(args.model)
     result = start_result("gemm", device, argv)

@@ -22,6 +22,15 @@ def make(op: str, tokens: int, device, **options) -> stock.Case:
     return (int8_cases if op in int8_cases.OPS else stock).make(op, tokens, device, **options)
 
 
+def stock_problem(case: stock.Case) -> str | None:
+    """Why stock's chain cannot run here, in one line, or None."""
+    try:
+        case.stock(*case.inputs())
+    except (RuntimeError, AssertionError, AttributeError) as error:  # kitchen and torch say in their own ways what they lack
+        return f"stock cannot run here: {str(error).splitlines()[0]}"
+    return None
+
+
 def backends(op: str, case: stock.Case) -> dict[str, str | None]:
     """For every backend of ``op``: None when it can run ``case`` here, else the reason."""
     found = {}
@@ -80,8 +89,12 @@ def host_microseconds(function, arguments, device) -> float:
 
 
 def measure(op: str, tokens: int, device, reps: int, **options) -> dict:
-    """One row of a result: every backend that runs here beside stock."""
+    """One row of a result: every backend that runs here beside stock; ``skipped`` says why there is none."""
     case = make(op, tokens, device, **options)
+    head = {"op": op, "rows": tokens, **{key: str(value).removeprefix("torch.") for key, value in options.items()}}
+    problem = stock_problem(case)
+    if problem:
+        return {**head, "skipped": problem}
     found = backends(op, case)
     fast = [name for name, reason in found.items() if reason is None and name != "eager"]
     names = fast or ["eager"]
@@ -89,8 +102,7 @@ def measure(op: str, tokens: int, device, reps: int, **options) -> dict:
     times = device_times(case, names, device, reps)
     small = make(op, HOST_ROWS, device, **options)
     return {
-        "op": op, "rows": tokens, **{key: str(value).removeprefix("torch.") for key, value in options.items()},
-        "traffic_bytes": case.traffic, "stock_ms": times.pop("stock"),
+        **head, "traffic_bytes": case.traffic, "stock_ms": times.pop("stock"),
         "host_us": {"stock": host_microseconds(small.stock, small.inputs(), device),
                     "ours": host_microseconds(small.ours, small.inputs(), device)},
         "backends": {name: {"ms": times[name], "differing": wrong[name]} for name in names},
@@ -100,6 +112,9 @@ def measure(op: str, tokens: int, device, reps: int, **options) -> dict:
 
 def describe(row: dict, copy: float) -> None:
     """Adds ratios to ``row`` (``copy``: TB/s of a copy in the same run) and prints it."""
+    if "skipped" in row:
+        log(f"{row['op']:24} {row['rows']:6} skipped: {row['skipped']}")
+        return
     for name, entry in row["backends"].items():
         entry["speedup"] = row["stock_ms"]["median"] / entry["ms"]["median"]
         entry["TBs"] = row["traffic_bytes"] / entry["ms"]["median"] / 1e9
@@ -145,7 +160,7 @@ def bench(kind: str, ops, argv, description) -> int:
                     row = measure(op, tokens, device, args.reps, **options)
                     describe(row, result["ceilings"]["copy_rows_TBs"])
                     result["rows"].append(row)
-                    failed |= any(entry["differing"] for entry in row["backends"].values())
+                    failed |= any(entry["differing"] for entry in row.get("backends", {}).values())
     return int(failed)
 
 

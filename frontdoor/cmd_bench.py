@@ -3,17 +3,20 @@
 run.py bench step --weights bf16,int8 --attention fa2,cudnn --shape canonical
 run.py bench trajectory --steps 12
 run.py bench compare A.json B.json
+run.py bench registry                 what was tried, and what became of it
 """
 
 import argparse
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 from . import interpreter, locate
 
 HELP = "measure the pack against stock on this machine"
 ROOT = Path(__file__).resolve().parent.parent
+READERS = ("compare", "registry", "plot")  # read result files: no ComfyUI and no torch
 
 
 def add_arguments(parser):
@@ -23,6 +26,8 @@ def add_arguments(parser):
 
 
 def run(args):
+    if args.benchmark in READERS or args.rest[:1] == ["--compare"]:
+        return subprocess.call([args.python or sys.executable, str(ROOT / "benchmarks"), args.benchmark, *args.rest])
     tree = locate.require_comfyui(args.comfyui)
     python = interpreter.for_comfyui(tree, args.python)
     environ = {**os.environ, "COMFYUI_DIR": str(tree.path)}

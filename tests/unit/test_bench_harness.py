@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -247,6 +248,53 @@ def test_compare_pairs_rows_and_names_unequal_bytes(tmp_path, capsys):
         harness.write_result(result, tmp_path / name)
     assert compare.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "say nothing about speed" in capsys.readouterr().out
+
+
+RESULT_KINDS = {json.loads(path.read_text(encoding="utf-8"))["kind"]: path for path in sorted(harness.RESULTS.glob("*.json"))}
+
+
+@pytest.mark.parametrize("kind", RESULT_KINDS)
+def test_compare_reads_every_kind_of_committed_result(kind, capsys):
+    result = json.loads(RESULT_KINDS[kind].read_text(encoding="utf-8"))
+    doubled = json.loads(RESULT_KINDS[kind].read_text(encoding="utf-8"))
+    table = compare.compare(result, doubled)
+    rows = [row for row in result["rows"] if compare.measured(row)]
+    assert table and len(rows) >= 1 and len({text for text, *_ in table}) == len(table), "two measurements share a name"
+    assert len(table) == sum(len(compare.measured(row)) for row in rows)
+    assert all(ratio in (None, 1.0) and same in (None, True) for _, _, _, ratio, same in table)
+    assert compare.main([str(RESULT_KINDS[kind])] * 2) == 0
+    assert "ratio 1.0000" in capsys.readouterr().out
+
+
+def test_compare_knows_blocks_gates_ops_and_schedules():
+    summary = harness.summary
+
+    def table(one, other):
+        return {text: (ratio, same) for text, _, _, ratio, same in compare.compare({"rows": [one]}, {"rows": [other]})}
+
+    block_row = {"weights": "int8", "candidate": "exact", "groups_ms": {"rope": 2.0}, "sum_ms": 8.0}
+    assert table(block_row, {**block_row, "groups_ms": {"rope": 1.0}, "sum_ms": 4.0}) == {
+        "int8 exact rope": (2.0, None), "int8 exact sum": (2.0, None)}  # fmt: skip
+    sides = {"seconds": 3.0, "video_sha256": "v", "audio_sha256": "a"}
+    gate_row = {"gate": "full", "steps": 12, "stock": sides, "ours": sides}
+    other = {**gate_row, "ours": {**sides, "seconds": 2.0, "audio_sha256": "b"}}
+    assert table(gate_row, other) == {"full 12 stock": (1.0, True), "full 12 ours": (1.5, False)}
+    hashed = {"gate": "bytes", "steps": 1, "stock": {"sha256": "x"}, "ours": {"sha256": "x"}}
+    assert table(hashed, hashed) == {"bytes 1 stock": (None, True), "bytes 1 ours": (None, True)}
+    op_row = {"op": "gate", "rows": 5, "stock_ms": summary([4.0]), "backends": {"cuda": {"ms": summary([2.0])}}}
+    faster = {**op_row, "backends": {"cuda": {"ms": summary([1.0])}}}
+    assert table(op_row, faster) == {"5 gate stock": (1.0, None), "5 gate cuda": (2.0, None)}
+    assert table({"op": "gate", "rows": 5, "skipped": "no"}, op_row) == {}
+    schedule = {"layer": "fc2", "problem": "bf16 1x2x3", "stock_ms": 4.0, "best_ms": 2.0}
+    assert table(schedule, {**schedule, "stock_ms": None}) == {"fc2 bf16 1x2x3 best exact schedule": (1.0, None)}
+
+
+def test_a_row_of_ones_own_gets_a_name_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 5090")
+    path = harness.out_path(None, "step", torch.device("cuda"))
+    assert path.parent == harness.RESULTS and re.fullmatch(r"step-nvidia-geforce-rtx-5090-\d{8}T\d{6}Z\.json", path.name)
+    assert re.fullmatch(r"gate-cpu-\d{8}T\d{6}Z\.json", harness.out_path(None, "gate", CPU).name)
+    assert harness.out_path("here.json", "gate", CPU).name == "here.json"
 
 
 # ------------------------------------------------------------------------------------------------------- step and gates

@@ -1,10 +1,14 @@
 """The op benchmark and the check on a CPU: what their rows hold, and that a wrong byte is noticed."""
 
+import importlib
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
-from h3_vortex.benchmarks import check, int8_cases, op_cases
+from h3_vortex.benchmarks import check, gemm, harness, int8_cases, op_cases
 from h3_vortex.kernels import stock
 from h3_vortex.kernels.dispatch import Op
 
@@ -15,8 +19,13 @@ SMALL = {"width": 64, "heads": 1, "ffn": 64}
 @pytest.fixture
 def small(monkeypatch):
     original = op_cases.make
+
+    def make(op, tokens, device, **options):
+        size = {"width": 256, "ffn": 256} if op in int8_cases.OPS else SMALL
+        return original(op, tokens, device, **{**options, **size})
+
     for module in (op_cases, check):
-        monkeypatch.setattr(module, "make", lambda op, tokens, device, **o: original(op, tokens, device, **{**SMALL, **o}))
+        monkeypatch.setattr(module, "make", make)
 
 
 @pytest.mark.parametrize("op", stock.OPS + stock.NVFP4_OPS)
@@ -35,6 +44,37 @@ def test_result_file(small, tmp_path):
     result = json.loads(out.read_text())
     assert result["kind"] == "gate" and result["speed_valid"] is False and result["ceilings"]["copy_rows_TBs"] > 0
     assert [(r["rows"], r["table_dtype"]) for r in result["rows"]] == [(5, "float32"), (6, "float32"), (5, "bfloat16"), (6, "bfloat16")]
+
+
+def op_benchmarks():
+    """The names of the front end that measure ops."""
+    usage = subprocess.run([sys.executable, str(harness.ROOT / "benchmarks")], capture_output=True, text=True).stderr
+    names = re.search(r"{(.*)}", usage)[1].split(",")
+    return ["kernels", *(name for name in names if name in (*stock.OPS, *stock.NVFP4_OPS, *int8_cases.OPS))]
+
+
+@pytest.mark.parametrize("name", op_benchmarks())
+def test_every_op_benchmark_runs_on_a_cpu(small, tmp_path, name):
+    out = tmp_path / "result.json"
+    module = importlib.import_module(f"h3_vortex.benchmarks.{name}")
+    assert module.main(["--device", "cpu", "--rows", "5", "--reps", "1", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    harness.validate(result)
+    assert result["kind"] == name and result["speed_valid"] is False
+    measured = {row["op"]: row for row in result["rows"]}
+    assert measured and (name == "kernels") == (set(measured) == set(check.OPS))
+    for op, row in measured.items():
+        if op in int8_cases.OPS:
+            assert row["skipped"].startswith("stock cannot run here: needs a cuda tensor")
+        else:
+            assert all(entry["differing"] == 0 for entry in row["backends"].values())
+
+
+def test_gemm_says_why_it_cannot_run_on_a_cpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="gemm times cuBLASLt schedules: it needs an NVIDIA GPU"):
+        gemm.main(["--out", str(tmp_path / "g.json")])
+    assert not (tmp_path / "g.json").exists()
 
 
 def test_unknown_op_is_a_usage_error():
