@@ -1,4 +1,4 @@
-"""The bundled workflows for tests: where they are, and how to run one on the tiny models."""
+"""The bundled workflows for tests: where they are, what they should hold, and how to run one on the tiny models."""
 
 import json
 import os
@@ -33,17 +33,31 @@ def read(path):
 
 
 def tiny(graph):
-    """A copy of an API graph with the tiny models and 5 frames of 64 x 64 in at most 2 steps."""
+    """A copy of an API graph with the tiny models, and 5 frames of 64 x 64 in 2 steps (a Turbo file: in its own) from one prompt."""
     graph = json.loads(json.dumps(graph))
     for node in graph.values():
         for name, value in node["inputs"].items():
-            if isinstance(value, list):
-                continue
-            if name in SMALL and not (name == "steps" and value == 0):  # 0: as many steps as the LoRA's preset says
+            if name in SMALL and not (name == "steps" and value == 0):
                 node["inputs"][name] = SMALL[name]
-            elif value in TINY:
+            elif isinstance(value, str) and value in TINY:
                 node["inputs"][name] = TINY[value]
     return graph
+
+
+def with_files(object_info):
+    """A copy of /object_info in which every file that the workflows name is there to choose."""
+    info = json.loads(json.dumps(object_info))
+    for name in NAMES:
+        for node in read(f"api/{name}.json").values():
+            declared = info[node["class_type"]]["input"]
+            for given, value in node["inputs"].items():
+                spec = {**declared.get("required", {}), **declared.get("optional", {})}.get(given)
+                if spec is None or not isinstance(value, str):
+                    continue
+                options = spec[0] if isinstance(spec[0], list) else spec[1].get("options") if spec[0] == "COMBO" else None
+                if options is not None and value not in options and "." in value:
+                    options.append(value)
+    return info
 
 
 def _text(data):
