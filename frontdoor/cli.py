@@ -4,7 +4,7 @@ import argparse
 import signal
 import sys
 
-from . import cmd_bench, cmd_check, cmd_demo, cmd_queue, cmd_setup, cmd_test
+from . import cmd_bench, cmd_check, cmd_demo, cmd_generate, cmd_queue, cmd_setup, cmd_test
 from .environment import SetupError
 from .locate import NotFound
 from .server import ServerError
@@ -14,6 +14,7 @@ COMMANDS = {
     "demo": cmd_demo,
     "test": cmd_test,
     "queue": cmd_queue,
+    "generate": cmd_generate,
     "bench": cmd_bench,
     "check": cmd_check,
 }

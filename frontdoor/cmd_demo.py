@@ -3,16 +3,19 @@
 Finds ComfyUI, writes tiny H3 models into a temporary folder, starts the server there with only this pack, queues
 workflows/api/demo_t2va.json, saves the MP4 and prints the run record. The picture is noise (the weights are random);
 every stage is the real one. Nothing is installed into a Python that already runs ComfyUI.
+
+Where no ComfyUI is found or can be fetched, diffusers makes the clip instead, with and without this pack's kernels.
 """
 
 import asyncio
 import json
+import os
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from . import interpreter, locate
+from . import cmd_generate, embedded_demo, interpreter, locate
 from .cmd_queue import load_graph, run_graph, save_outputs
 from .server import Server, prepare_base
 
@@ -25,17 +28,34 @@ def add_arguments(parser):
     interpreter.add_arguments(parser)
     parser.add_argument("--out", metavar="DIR", default="demo_output", help="where the MP4 goes (default: ./demo_output)")
     parser.add_argument("--cpu", action="store_true", help="do not use the GPU")
+    parser.add_argument("--embedded", action="store_true", help="use diffusers although there is a ComfyUI")
     parser.add_argument("--timeout", type=float, default=900, metavar="S", help="give up after so many seconds (default: %(default)s)")
 
 
 def run(args):
-    tree = locate.require_comfyui(args.comfyui)
+    if args.embedded:
+        return _embedded(args)
+    try:
+        tree = locate.require_comfyui(args.comfyui)
+    except locate.NotFound as error:
+        if args.comfyui or os.environ.get("COMFYUI_DIR"):  # named by the user, so no other engine is what was asked for
+            raise
+        print(f"{str(error).splitlines()[0]} Making the clip with diffusers instead.", flush=True)
+        return _embedded(args)
     python = interpreter.for_comfyui(tree, args.python)
     if not interpreter.is_this(python):
         print(f"{tree.describe()}, run by {python}")
         passed = ["--comfyui", tree.path, "--python", python, "--out", Path(args.out).absolute(), "--timeout", args.timeout]
         return interpreter.go_on(python, "demo", passed + (["--cpu"] if args.cpu else []))
     return demo(tree, Path(args.out), args.cpu, args.timeout)
+
+
+def _embedded(args):
+    python = cmd_generate.python_for_diffusers(args.python)
+    if not interpreter.is_this(python):
+        passed = ["--embedded", "--out", Path(args.out).absolute(), *(["--cpu"] if args.cpu else [])]
+        return interpreter.go_on(python, "demo", passed)
+    return embedded_demo.run(Path(args.out), args.cpu)
 
 
 def demo(tree, out, cpu, timeout):

@@ -12,7 +12,7 @@ from . import torchvision_hook
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
-FILES = ("torch.txt", "comfyui.txt", "test-tools.txt", "test.txt", "torch-companions.txt", "constraints.txt")
+FILES = ("torch.txt", "comfyui.txt", "diffusers.txt", "test-tools.txt", "test.txt", "torch-companions.txt", "constraints.txt")
 STAMP = "h3-vortex.json"
 HOOK_MODULE = "h3_vortex_torchvision"
 PYTHONS = ((3, 11), (3, 14))  # for which every pinned package has a release
@@ -45,7 +45,7 @@ def is_current(venv, wanted=None):
 def ensure_venv(venv=ROOT / ".venv", say=print):
     """Make or bring up to date the pack's own environment; returns its interpreter. Raises :class:`SetupError`.
 
-    It can run ComfyUI 0.33.0 (API only) and every test tier that needs no accelerator.
+    It can run ComfyUI 0.33.0 (API only), the embedded engine, and every test tier that needs no accelerator.
     """
     venv, python = Path(venv), venv_python(venv)
     if is_current(venv):
@@ -64,7 +64,8 @@ def ensure_venv(venv=ROOT / ".venv", say=print):
             )
     _pip(python, "-r", REQUIREMENTS / "torch.txt", say=say)
     constraint = ("-c", REQUIREMENTS / "constraints.txt")
-    _pip(python, *constraint, "-r", REQUIREMENTS / "comfyui.txt", "-r", REQUIREMENTS / "test.txt", say=say)
+    together = [part for name in ("comfyui.txt", "diffusers.txt", "test.txt") for part in ("-r", REQUIREMENTS / name)]
+    _pip(python, *constraint, *together, say=say)
     _pip(python, "--no-deps", "-r", REQUIREMENTS / "torch-companions.txt", say=say)
     install_hook(python)
     _drop_unloadable_torchaudio(python)

@@ -11,6 +11,7 @@ import contextlib
 import importlib.metadata
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -88,13 +89,12 @@ class Engine:
             raise RequestError(f"{self.name} was opened {'without' if references else 'for'} references; open it the other way")
         return found
 
-    def generate(self, request: Request, accelerated=True, features=None, attention=None, say=print) -> Clip:
+    def generate(self, request: Request, accelerated=True, features=None, attention=None) -> Clip:
         """Make one clip.
 
         Args:
             accelerated: False runs diffusers as it is.
             features, attention: see :func:`..kernels.patch.diffusers.accelerate`; None: its defaults.
-            say: gets lines for a person.
 
         Raises:
             RequestError, GridError: see :meth:`Request.check`. NotFinite: the latents hold NaN or infinity. ValueError: what diffusers
@@ -120,8 +120,6 @@ class Engine:
         record.check_finite({"video": video, "audio": audio}, steps)
         frames = torch.from_numpy(state.get("videos")[0]).mul(255).round().to(torch.uint8)
         report = handle.report() if handle is not None else None
-        if report and report["stepped_aside"]:
-            say(report["stepped_aside"])
         job = {**{key: value for key, value in asdict(request).items() if value not in (None, ())}, "steps": steps, "frames": len(frames)}
         job |= {key: str(job[key]) for key in ("first_frame", "last_frame") if key in job}
         job |= {"references": [str(path) for path in request.references]} if request.references else {}
@@ -244,11 +242,22 @@ def open_engine(
     if not offload:
         pipeline.to(device)
     if parallel:
-        from diffusers import ContextParallelConfig
-
-        engine.transformer(references).enable_parallelism(
-            config=ContextParallelConfig(ulysses_degree=torch.distributed.get_world_size(), ulysses_anything=True))
+        enable_parallelism(engine.transformer(references), device)
     return engine
+
+
+def enable_parallelism(transformer, device) -> None:
+    """diffusers' Ulysses over all ranks of the process group.
+
+    On GPUs the number of ranks has to divide nothing. On a CPU (tests) it must divide the packed length: gloo gathers equal parts only.
+    """
+    from diffusers import ContextParallelConfig
+
+    # diffusers takes the rank modulo the number of accelerators; without any, every rank is on the one CPU
+    counted = contextlib.nullcontext() if device.type != "cpu" else mock.patch("torch.accelerator.device_count", return_value=1)
+    with counted:
+        transformer.enable_parallelism(
+            config=ContextParallelConfig(ulysses_degree=torch.distributed.get_world_size(), ulysses_anything=device.type != "cpu"))
 
 
 def _load(folder, references, dtype, manager):
