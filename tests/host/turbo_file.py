@@ -3,6 +3,8 @@
 import torch
 
 BLOCK = ("attn.qkv_proj", "attn.out_proj", "mlp.fc1", "mlp.fc2")
+FOUR = "minimax_h3_fl2v_turbo_4step_v1.0_768p_comfyui_bf16.safetensors"
+EIGHT = "minimax_h3_fl2v_turbo_8step_v1.0_bf16.safetensors"
 
 
 def layers(diffusion_model, adaln=False):
@@ -56,3 +58,20 @@ def comfy_tensors(shapes, alpha=None, **more):
         if alpha is not None:
             tensors[f"{key}.alpha"] = torch.tensor(float(alpha * len(names)))
     return tensors
+
+
+
+def write(models_dir):
+    """Put a Turbo file for the tiny models under two published names into ``models_dir/loras``; alpha as the published files state it."""
+    from h3_vortex.h3 import tiny
+    from safetensors.torch import save_file
+
+    inner = tiny.HEADS * tiny.HEAD_DIM
+    widths = dict(zip(BLOCK, (
+        (3 * inner, tiny.HIDDEN), (tiny.HIDDEN, inner), (2 * tiny.FFN, tiny.HIDDEN), (tiny.HIDDEN, tiny.FFN)), strict=True))  # fmt: skip
+    shapes = {f"{prefix}.{i}.{layer}": shape for prefix, count in (("blocks", tiny.LAYERS), ("token_refiner.blocks", tiny.REFINER_LAYERS))
+              for i in range(count) for layer, shape in widths.items()}  # fmt: skip
+    folder = models_dir / "loras"
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(comfy_tensors(shapes, alpha=4, dtype=torch.bfloat16), folder / FOUR)
+    save_file(diffusers_tensors(shapes, dtype=torch.bfloat16), folder / EIGHT, {"alpha": "2"})
