@@ -12,6 +12,7 @@ from . import _comfy, candidates, full_size, harness, shapes
 # cost there against BF16 ones. For the printed time plan alone; nothing measured depends on them.
 PLAN_ATTENTION = {"fa2": 0.44, "cudnn": 0.70, "kitchen": 0.57, "sage": 0.53}
 PLAN_BANDWIDTH = 0.42  # stock's elementwise kernels against a plain copy
+TOO_LARGE = "out of GPU memory: --weights int8 takes half of bf16, --shape 864x480x124 less beside them, --blocks N cuts the model"
 PLAN_BUILD_S = {"bf16": 10, "int8": 15}
 
 
@@ -173,16 +174,24 @@ def run(chosen, argv):
                 harness.log("skipped:", weights, job.name, attention, missing)
                 result["rows"].append({**row, "candidate": None, "skipped": missing})
                 continue
-            if built != weights:
-                patcher = inputs = None
+            measured = []
+            try:
+                if built != weights:
+                    patcher = inputs = built = None
+                    full_size.release()
+                    patcher, built = full_size.build(comfy, model, weights, device, chosen.seed), weights
+                    harness.log(f"built {model.blocks} blocks of {model.name} in {weights}")
+                row["compute_dtype"] = str(patcher.model.get_dtype_inference()).removeprefix("torch.")
+                row["attention_function"] = full_size.attention_name(comfy, attention, device)
+                harness.log(f"{weights} {job.name} ({job.rows} rows) {attention} = {row['attention_function']}, {row['compute_dtype']}")
+                inputs = full_size.make_inputs(comfy, patcher, job, device)
+                measured = measure_configuration(comfy, patcher, inputs, attention, chosen, device)
+            except torch.cuda.OutOfMemoryError:
+                patcher = inputs = built = None
+            if not measured:
                 full_size.release()
-                patcher, built = full_size.build(comfy, model, weights, device, chosen.seed), weights
-                harness.log(f"built {model.blocks} blocks of {model.name} in {weights}")
-            row["compute_dtype"] = str(patcher.model.get_dtype_inference()).removeprefix("torch.")
-            row["attention_function"] = full_size.attention_name(comfy, attention, device)
-            harness.log(f"{weights} {job.name} ({job.rows} rows) {attention} = {row['attention_function']}, {row['compute_dtype']}")
-            inputs = full_size.make_inputs(comfy, patcher, job, device)
-            measured = measure_configuration(comfy, patcher, inputs, attention, chosen, device)
+                harness.log("skipped:", weights, job.name, attention, TOO_LARGE)
+                result["rows"].append({**row, "candidate": None, "skipped": TOO_LARGE})
             result["rows"] += [{**row, **entry} for entry in measured]
             for entry in measured:
                 harness.log("  " + describe(entry))
@@ -190,6 +199,9 @@ def run(chosen, argv):
     wrong = [row for row in result["rows"] if row.get("equal_to_stock") is False and row["candidate"] in candidates.KEEPS_BYTES]
     # On a CPU nothing can be fused; on a GPU a candidate that fused nothing was not measured.
     idle = [row for row in result["rows"] if device.type == "cuda" and row["candidate"] != "fastest" and candidates.stood_by(row)]
+    if not any("ms" in row for row in result["rows"]):
+        print("NOTHING WAS MEASURED: the rows say why")
+        return 1
     for text, rows in (("BYTES DIFFER FROM STOCK", wrong), ("NOTHING WAS FUSED", idle)):
         for row in rows:
             print(f"{text}: {row['weights']} {row['shape']} {row['attention']} {row['candidate']}")

@@ -191,7 +191,35 @@ def test_step_fails_on_one_bit(core, candidate, tmp_path, capsys):
 def test_step_skips_what_would_miss_the_deadline(core, candidate, tmp_path):
     candidate(lambda patcher, options: patcher.clone())
     code, result = run(step, tmp_path, "--shape", "tiny", "--deadline", "0.001")
-    assert code == 0 and "deadline" in result["rows"][0]["skipped"]
+    assert code == 1 and "deadline" in result["rows"][0]["skipped"]
+
+
+def test_a_model_that_does_not_fit_is_a_row_with_the_way_out(core, candidate, tmp_path, monkeypatch, capsys):
+    candidate(lambda patcher, options: patcher.clone())
+    genuine = full_size.build
+
+    def build(comfy, model, weights, *rest):
+        if weights == "bf16":
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return genuine(comfy, model, weights, *rest)
+
+    monkeypatch.setattr(full_size, "build", build)
+    code, result = run(step, tmp_path, "--shape", "tiny", "--reps", "1", "--weights", "bf16,int8")
+    assert code == 0 and "--weights int8" in result["rows"][0]["skipped"]
+    assert [row["candidate"] for row in result["rows"]] == [None, "stock", "exact"]
+    code, result = run(step, tmp_path, "--shape", "tiny", "--reps", "1")
+    assert code == 1 and len(result["rows"]) == 1 and "NOTHING WAS MEASURED" in capsys.readouterr().out
+
+
+def test_a_row_of_ones_own_is_one_command(core, candidate, tmp_path, monkeypatch, capsys):
+    candidate(lambda patcher, options: patcher.clone())
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    assert step.main(["--model", "tiny", "--shape", "tiny", "--device", "cpu", "--reps", "1"]) == 0
+    (file,) = tmp_path.glob("step-cpu-*.json")
+    assert str(file) in capsys.readouterr().out
+    result = json.loads(file.read_text())
+    harness.validate(result)
+    assert result["environment"]["comfyui"] == core.version and len(result["environment"]["source_sha256"]) == 64
 
 
 def test_gates_pass_the_packs_own_candidate(core, tmp_path):
