@@ -77,12 +77,12 @@ class BlockCall(Deciding):
             self.calls.stock["block", f"modulation in {gate_msa.dtype}, activations in {x.dtype}"] += 1
             return type(block).forward(block, hidden_states, temb, adaln_indices, rotary_emb, attention_mask)
         rows = self._row_map(adaln_indices)
-        if self._keep_stream:
-            x = x.clone()
 
         h = self._norm_modulate(block.norm1, x, shift_msa, scale_msa, rows, adaln_indices)
         other = self._attention(block.attn, h[None], rotary_emb, attention_mask)[0]
         del h
+        if self._keep_stream:  # from here on the stream is written to
+            x = x.clone()
         weight, problem = self._norm_weight(block.norm2, x)
         h = None
         if problem is None and other.dtype == x.dtype:
