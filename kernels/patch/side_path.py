@@ -59,9 +59,13 @@ def attach(patcher, adapters: dict, strength: float):
     return clone
 
 
+class TurboLoraWeights(torch.nn.Module):
+    """Holds the low-rank weights; ComfyUI's log names a model by its class."""
+
+
 def _weights(ops, adapters) -> torch.nn.Module:
     """The low-rank weights as ComfyUI Linears, which its patcher can move and stream: children named as the layers, dots replaced."""
-    root = torch.nn.Module()
+    root = TurboLoraWeights()
     for layer, adapter in adapters.items():
         pair = torch.nn.Module()
         pair.down = _linear(ops, adapter.down, adapter.bias)

@@ -10,6 +10,8 @@ NODES = {
     "H3VortexConditioning": "H3 Conditioning",
     "H3VortexDenoise": "H3 Packed Denoiser",
     "H3VortexDecode": "H3 Decode",
+    "H3VortexTurboLora": "H3 Turbo LoRA",
+    "H3VortexSampler": "H3 Sampler",
 }
 
 

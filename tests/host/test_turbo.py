@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from h3_vortex.h3.tiny import FORMATS
-from h3_vortex.tests.host import lora, sampling, turbo_file, w4a4
+from h3_vortex.tests.host import int8_on_cpu, lora, sampling, turbo_file, w4a4
 
 STEPS = 2
 
@@ -187,6 +187,41 @@ def test_quantised_inputs_go_beside_the_branch(comfy, load, layers):
     assert sampling.fused(told, "swiglu_nvfp4") == (0 if "mlp.fc2" in layers else calls)
     assert sampling.fused(told, "norm_modulate_nvfp4") == (0 if "attn.qkv_proj" in layers else calls)
     assert sampling.fused(told, "gate_norm_modulate_nvfp4") == (0 if "mlp.fc1" in layers else calls)
+
+
+def test_int8_pairs_go_beside_the_branch(comfy, tiny_models, monkeypatch):
+    # the course of the runner with references in the place of kitchen's CUDA kernels; verdicts of an emulation are not kept
+    from h3_vortex.h3 import turbo
+    from h3_vortex.kernels.patch import verification
+    from h3_vortex.kernels.patch.comfyui import report
+    from h3_vortex.kernels.patch.runner import SIDE_PATH
+
+    if comfy.model_management.get_torch_device().type != "cpu":
+        pytest.skip("a CPU test: set H3_HOST_DEVICE=cpu")
+    monkeypatch.setattr(verification, "_verdicts", {})
+    monkeypatch.setattr(verification, "_loaded", set())
+    monkeypatch.setattr(verification.cache, "read_json", lambda *_: None)
+    monkeypatch.setattr(verification.cache, "write_json", lambda *_: True)
+    monkeypatch.setattr(comfy.model_management, "should_use_bf16", lambda *args, **kwargs: True)
+    with torch.inference_mode():
+        patcher = comfy.sd.load_diffusion_model(str(tiny_models["pruned_int8_convrot"]), model_options={"dtype": torch.bfloat16})
+    assert patcher.model.get_dtype_inference() == torch.bfloat16
+    adapters = turbo.read(core_lora(patcher)).adapters
+    int8_on_cpu.install(monkeypatch)
+    try:
+        turbo_patcher = attach(patcher, adapters)
+        alone = sample(turbo_patcher)
+        both = accelerated(turbo_patcher)
+        assert sampling.same(alone, sample(both))
+        assert not sampling.same(alone, sample(patcher))
+    finally:
+        int8_on_cpu.uninstall()
+        comfy.model_management.unload_all_models()
+    told, calls = report(both), STEPS * 2
+    assert told["stepped_aside"] is None
+    assert sampling.stock(told, "quantised input (TensorWiseINT8Layout)") == {SIDE_PATH: 2 * calls}
+    assert sampling.fused(told, "quantize_rotate_int8") == 3 * calls and sampling.fused(told, "swiglu_int8") == calls
+    assert sampling.fused(told, "norm_modulate") == sampling.fused(told, "gate_norm_modulate") == sampling.fused(told, "swiglu") == calls
 
 
 # -- with other LoRAs, and undone --------------------------------------------------------------------------------------------------------
