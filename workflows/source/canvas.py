@@ -13,7 +13,7 @@ GAP, GROUP_PAD, GROUP_HEAD = 40, 20, 50
 NODE_WIDTH, NOTE_WIDTH, SLOT, WIDGET, TITLE = 400, 460, 20, 24, 30
 # Heights of a text of many lines, and of the picture or film that a node shows.
 PROMPT = 160
-SHOWS = {"LoadImage": 260, "LoadVideo": 260, "LoadAudio": 90, "SaveVideo": 400, "PreviewAny": 100}
+SHOWS = {"LoadImage": 260, "LoadVideo": 300, "LoadAudio": 90, "SaveVideo": 400, "PreviewAny": 100}
 REPORTS = 150  # room for the text that this pack's nodes show after a run
 GROUP_COLORS = ("#3f789e", "#8A8", "#a1309b", "#b58b2a", "#3f789e")
 

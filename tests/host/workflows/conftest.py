@@ -55,10 +55,10 @@ def _write_voice(path, seconds=1, rate=44100):
 def _write_film(path, frames=48, rate=44100):
     with av.open(str(path), "w") as file:
         video = file.add_stream("h264", rate=24)
-        video.width = video.height = 64
+        video.width, video.height = 128, 64
         audio = file.add_stream("aac", rate=rate, layout="mono")
         for number in range(frames):
-            picture = np.full((64, 64, 3), number * 5, np.uint8)
+            picture = np.full((64, 128, 3), number * 5, np.uint8)
             file.mux(video.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         sound = av.AudioFrame.from_ndarray(np.zeros((1, frames * rate // 24), np.float32), format="fltp", layout="mono")
         sound.rate = rate

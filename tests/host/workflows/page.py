@@ -4,23 +4,32 @@ Needs the package comfyui-frontend-package (the page), playwright (the driver) a
 """
 
 import importlib.util
+import io
 import json
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
+
+from PIL import Image, ImageChops
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 )  # fmt: skip
-# Failures of these are the closed network's or a missing file of the user's, not the workflow's.
-OPTIONAL = ("/api/userdata", "/api/experiment", "api.comfy.org", "/user.css", "/releases", "/view?")
+# The page's own: what it tries at start without a network, a user's files that are not there, and a line it always logs.
+OPTIONAL = (
+    "/api/userdata", "/api/experiment", "api.comfy.org", "/user.css", "/releases", "/templates/index", "core workflow templates",
+    "graph accessed before initialization",
+)  # fmt: skip
 
 SETTINGS = {
     "Comfy.TutorialCompleted": True, "Comfy.InstalledVersion": "1.49.6", "Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False,
     "LiteGraph.Canvas.MinFontSizeForLOD": 0,
 }  # fmt: skip
+
+# Nothing but the canvas and what nodes show on it (texts, pictures, films).
+BARE = "body * { visibility: hidden !important } canvas, .dom-widget, .dom-widget * { visibility: visible !important }"
 
 
 def missing():
@@ -61,8 +70,7 @@ class Page:
         for name, value in SETTINGS.items():
             self.tab.request.post(f"{self.url}/api/settings/{name}", data=json.dumps(value), headers={"Content-Type": "application/json"})
         self.tab.goto(self.url, wait_until="domcontentloaded")
-        self.tab.wait_for_function("() => window.app?.graph && window.app?.extensionManager && window.LiteGraph", timeout=120_000)
-        self.tab.wait_for_function("() => document.querySelector('canvas') !== null")
+        self.tab.wait_for_function("() => window.app?.canvas?.graph && window.LiteGraph", timeout=120_000)
         self.tab.wait_for_timeout(1500)
         return self
 
@@ -81,7 +89,7 @@ class Page:
         """The API format, as Workflow > Export (API) gives it."""
         return self.evaluate("async () => (await window.app.graphToPrompt()).output")
 
-    def fit(self, margin=60):
+    def fit(self, margin=30):
         """Scale and move the canvas so that everything is seen."""
         self.evaluate(
             """margin => {
@@ -99,6 +107,63 @@ class Page:
             margin,
         )
         self.tab.wait_for_timeout(800)
+
+    def picture_of_graph(self, path, width=960):
+        """A small JPEG of the whole graph, without the bars and menus around it."""
+        self.fit()
+        style = self.tab.add_style_tag(content=BARE)
+        shot = Image.open(io.BytesIO(self.tab.screenshot())).convert("RGB")
+        style.evaluate("element => element.remove()")
+        box = ImageChops.difference(shot, Image.new("RGB", shot.size, shot.getpixel((0, 0)))).point(lambda v: 255 * (v > 40)).getbbox()
+        shot = shot.crop(box)
+        shot.resize((width, round(shot.height * width / shot.width)), Image.Resampling.LANCZOS).save(path, quality=80, optimize=True)
+
+    def show(self, node, scale=1.0):
+        """Bring one node to the middle and click its title."""
+        x, y = self.evaluate(
+            """([id, scale]) => {
+              const canvas = window.app.canvas, node = window.app.graph.getNodeById(id)
+              canvas.ds.scale = scale
+              canvas.centerOnNode(node)
+              canvas.setDirty(true, true)
+              const area = canvas.canvas.getBoundingClientRect()
+              const [x, y] = canvas.ds.convertOffsetToCanvas([node.pos[0] + 100, node.pos[1] - 15])
+              return [area.left + x, area.top + y]
+            }""",
+            [node, scale],
+        )
+        self.tab.wait_for_timeout(300)
+        self.tab.mouse.click(x, y)
+        self.tab.wait_for_timeout(500)
+
+    def open_help(self, node):
+        """Click the info button of a node; returns the text of the page that opens."""
+        self.show(node)
+        self.tab.locator('[data-testid="info-button"]').click()
+        help_page = self.tab.locator(".node-help-content").first
+        help_page.wait_for(timeout=20_000)
+        self.tab.wait_for_timeout(700)
+        return help_page.inner_text()
+
+    def set_widgets(self, values, numbers):
+        """Replace widget values by ``values`` (old text -> new) and by ``numbers`` (widget name -> new)."""
+        self.evaluate(
+            """([values, numbers]) => {
+              for (const node of window.app.graph._nodes) for (const widget of node.widgets ?? []) {
+                if (values[widget.value] !== undefined) widget.value = values[widget.value]
+                const presets = widget.name === 'steps' && widget.value === 0
+                if (numbers[widget.name] !== undefined && !presets) widget.value = numbers[widget.name]
+              }
+            }""",
+            [values, numbers],
+        )
+
+    def texts(self):
+        """{title of a node: the text shown on it after a run}."""
+        return self.evaluate(
+            """() => Object.fromEntries(window.app.graph._nodes.flatMap(node => (node.widgets ?? [])
+              .filter(widget => widget.name === '$$node-text-preview').map(widget => [node.title, String(widget.value)])))"""
+        )
 
     def picture(self, path, **kwargs):
         self.tab.screenshot(path=str(path), **kwargs)
