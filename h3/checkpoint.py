@@ -141,9 +141,11 @@ def _read_torch(path):
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)} if isinstance(state, dict) else {}
     if not tensors or not all(isinstance(name, str) for name in tensors):
         raise CheckpointError(f"{path.name} holds no tensors by name: it is not a checkpoint")
-    quant = _configurations(path, {
-        name.removesuffix(QUANT): value.flatten().to(torch.uint8).numpy().tobytes() for name, value in tensors.items() if name.endswith(QUANT)
-    })  # fmt: skip
+    texts = {}
+    for name, value in tensors.items():
+        if name.endswith(QUANT):
+            texts[name.removesuffix(QUANT)] = value.flatten().to(torch.uint8).numpy().tobytes()
+    quant = _configurations(path, texts)
     shapes = {}
     for name, value in tensors.items():
         dtype = str(value.dtype).removeprefix("torch.")
