@@ -59,6 +59,7 @@ def test_soak(start_server, base):
         assert "Traceback" not in server.log[started:], server.tail(60)
     assert figures["equal"] + figures["interrupted"] == len(jobs) and figures["accelerated"] and figures["fused_calls"]
     assert all(mark["tensor_bytes"] == marks[0]["tensor_bytes"] for mark in marks), marks
+    assert marks[-1]["rss"] - marks[0]["rss"] < 64 << 20, marks  # 200 jobs: 6 MiB measured
     assert marks[-1]["files"] <= marks[0]["files"] + 2 and marks[-1]["threads"] <= marks[0]["threads"] + 2, marks
     print(json.dumps({**figures, "references": len(references), "memory": marks}))
     if not JOBS:
