@@ -1,6 +1,6 @@
 """Which steps, flow shifts and sampler a Turbo file wants, by its name or by its SHA-256.
 
-The shifts and step counts are those of the files' model cards and discussions; see ``docs`` of the node for the list.
+The shifts and step counts are those of the files' model cards and discussions.
 """
 
 from __future__ import annotations
@@ -35,9 +35,6 @@ class Preset:
         if self.grid and steps == self.steps and shift == self.shift_video:
             return torch.tensor((*self.grid, 0.0), dtype=torch.float32)
         return sigmas.turbo(steps, shift)
-
-    def describe(self):
-        return f"{self.steps} steps, shifts {self.shift_video:g}/{self.shift_audio:g}, {self.sampler}"
 
 
 ROUGH_SOUND = "4 steps can leave the sound rough; 6 to 8 steps clear it"

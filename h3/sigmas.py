@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import torch
 
-VIDEO_SHIFT, AUDIO_SHIFT = 12.0, 3.0  # of the released checkpoints
-
 
 def check_shift(name, shift):
     """Raise ValueError unless ``shift`` is a positive number."""

@@ -7,13 +7,11 @@ FOUR = "minimax_h3_fl2v_turbo_4step_v1.0_768p_comfyui_bf16.safetensors"
 EIGHT = "minimax_h3_fl2v_turbo_8step_v1.0_bf16.safetensors"
 
 
-def layers(diffusion_model, adaln=False):
+def layers(diffusion_model):
     """``{layer: (out, in)}`` that a Turbo file covers."""
     names = [f"{prefix}{i}.{layer}" for prefix, blocks in (
         ("blocks.", diffusion_model.blocks), ("token_refiner.blocks.", diffusion_model.token_refiner.blocks))
         for i in range(len(blocks)) for layer in BLOCK]  # fmt: skip
-    if adaln:
-        names += [f"blocks.{i}.adaln_proj.linear" for i in range(len(diffusion_model.blocks))] + ["final_layer.adaln_proj.linear"]
     return {name: tuple(diffusion_model.get_submodule(name).weight.shape) for name in names}
 
 
