@@ -36,6 +36,9 @@ class Preset:
             return torch.tensor((*self.grid, 0.0), dtype=torch.float32)
         return sigmas.turbo(steps, shift)
 
+    def describe(self):
+        return f"{self.steps} steps, shifts {self.shift_video:g}/{self.shift_audio:g}, {self.sampler}"
+
 
 ROUGH_SOUND = "4 steps can leave the sound rough; 6 to 8 steps clear it"
 HYPERFLOW = (1.0, 0.99391, 0.98429, 0.96606, 0.92308, 0.83494, 0.69685, 0.46875)
