@@ -101,16 +101,18 @@ class Client:
     async def interrupt(self):
         return await self.post("/interrupt")
 
-    async def queue(self, graph, timeout=600, on_event=None):
+    async def queue(self, graph, timeout=600, on_event=None, prompt_id=None):
         """Queue an API-format graph and wait for its end. Returns a :class:`Result`; a failed graph does not raise.
 
         on_event: called with (message type, data) for each websocket message of this graph.
+        prompt_id: a UUID to queue it under, so that :meth:`finished` and :meth:`cancel` can be asked about it; else the server makes one.
         Raises TimeoutError after ``timeout`` seconds (the graph is interrupted) and ConnectionError when the server goes.
         """
         result, began, client_id = Result(), time.monotonic(), uuid.uuid4().hex
         socket = await self._session.ws_connect(f"{self.url}/ws?clientId={client_id}", max_msg_size=0, heartbeat=None)
         async with socket:
-            status, body = await self.post("/prompt", {"prompt": graph, "client_id": client_id})
+            name = {"prompt_id": prompt_id} if prompt_id else {}
+            status, body = await self.post("/prompt", {"prompt": graph, "client_id": client_id, **name})
             if status != 200 or not isinstance(body, dict):
                 refused = body.get("error") if isinstance(body, dict) else None
                 if not isinstance(refused, dict):
@@ -129,6 +131,18 @@ class Client:
         result.outputs = history.get(result.prompt_id, {}).get("outputs", {})
         result.seconds = time.monotonic() - began
         return result
+
+    async def cancel(self, prompt_id):
+        """Take a graph out of the queue, or interrupt it when it runs; no other graph is touched."""
+        return await self.post(f"/api/jobs/{prompt_id}/cancel")
+
+    async def finished(self, prompt_id):
+        """The :class:`Result` of a graph that the server has finished without an error, or None."""
+        _, history = await self.get(f"/history/{prompt_id}")
+        entry = history.get(prompt_id) if isinstance(history, dict) else None
+        if entry is None or (entry.get("status") or {}).get("status_str") != "success":
+            return None
+        return Result(prompt_id=prompt_id, outputs=entry.get("outputs", {}))
 
     async def _follow(self, socket, result, on_event):
         async for message in socket:

@@ -3,7 +3,12 @@
 FILE.json is in the API format (in ComfyUI: Workflow > Export (API)). A node is named by its id, its title, or its class
 when only one node has it:
 
-  run.py queue workflows/api/t2va.json --set 'H3 Conditioning.prompt=A red fox in the snow' --set seed_node.seed=7
+  run.py queue workflows/api/text_to_video.json --set 'H3 Conditioning.prompt=A red fox in the snow' --set 'H3 Packed Denoiser.seed=7'
+
+Many jobs: a job for every line of a file and every seed, one after the other, with a JSON line for each. The same command
+again leaves out what is finished; a server that restarts in between is waited for.
+
+  run.py queue workflows/api/text_to_video.json --prompts prompts.txt --seeds 1-4 --records runs.jsonl
 """
 
 import asyncio
@@ -12,6 +17,7 @@ import sys
 from pathlib import Path
 
 from . import environment, interpreter, locate
+from .jobs import JobsError, Runner, make_jobs, parse_seeds, read_prompts
 
 HELP = "queue a workflow file on a running server and download the outputs"
 
@@ -32,6 +38,11 @@ def add_arguments(parser):
         help="put a local file into the server's input folder and set the input to its name; repeatable",
     )
     parser.add_argument("--out", metavar="DIR", default="output", help="where files go (default: ./output); nothing is overwritten")
+    parser.add_argument("--prompts", metavar="FILE.txt", help="a job for every line of it, as every 'prompt' of the workflow")
+    parser.add_argument("--seeds", metavar="1-4,9", help="a job for every seed, as every 'seed' of the workflow")
+    parser.add_argument("--records", metavar="FILE.jsonl", help="append a record of each job; jobs that it calls ok are not run again")
+    parser.add_argument("--wait", type=float, default=300, metavar="S", help="for a server that went away (default: %(default)s)")
+    parser.add_argument("--retries", type=int, default=2, metavar="N", help="of one job after the server went away (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=3600, metavar="S", help="give up after so many seconds (default: %(default)s)")
 
 
@@ -48,13 +59,15 @@ def run(args):
         for *_, path in uploads:
             if not Path(path).is_file():
                 raise UsageError(f"--upload: there is no file {path}")
-    except UsageError as error:
+        prompts, seeds = args.prompts and read_prompts(args.prompts), args.seeds and parse_seeds(args.seeds)
+        make_jobs(graph, prompts, seeds)
+    except (UsageError, JobsError) as error:
         print(f"run.py queue: {error}", file=sys.stderr)
         return 2
-    return asyncio.run(_queue(graph, uploads, args))
+    return asyncio.run(_queue(graph, uploads, prompts, seeds, args))
 
 
-async def _queue(graph, uploads, args):
+async def _queue(graph, uploads, prompts, seeds, args):
     import aiohttp
 
     from .client import Client
@@ -63,26 +76,32 @@ async def _queue(graph, uploads, args):
         try:
             for node, name, path in uploads:
                 graph[node]["inputs"][name] = await client.upload(path)
-            result = await run_graph(client, graph, args.timeout)
+            runner = Runner(
+                client,
+                lambda client, graph, prompt_id: run_graph(client, graph, args.timeout, prompt_id),
+                lambda client, result: save_outputs(client, result, args.out),
+                args.records, args.wait, args.retries,
+            )  # fmt: skip
+            jobs, failed = make_jobs(graph, prompts, seeds), 0
+            async for _, result, paths in runner.run(jobs):
+                for line in (*paths, *(result.texts() if result is not None and len(jobs) == 1 else ())):
+                    print(line, flush=True)
+                if result is not None and not result.ok:
+                    failed += 1
+                    print(f"run.py queue: {result.message()}", file=sys.stderr)
         except aiohttp.ClientConnectorError as error:
             raise ConnectionError(f"no server answers at {args.url}: {error.os_error.strerror or error}") from None
-        for path in await save_outputs(client, result, args.out):
-            print(path)
-    for text in result.texts():
-        print(text)
-    if not result.ok:
-        print(f"run.py queue: {result.message()}", file=sys.stderr)
-    return 0 if result.ok else 1
+    return 1 if failed else 0
 
 
-async def run_graph(client, graph, timeout):
+async def run_graph(client, graph, timeout, prompt_id=None):
     """Queue ``graph`` with a progress display; returns the ``Result``."""
     from .progress import Progress
 
     with Progress(graph) as progress:
         clock = asyncio.create_task(progress.keep_time())
         try:
-            return await client.queue(graph, timeout=timeout, on_event=progress)
+            return await client.queue(graph, timeout=timeout, on_event=progress, prompt_id=prompt_id)
         finally:
             clock.cancel()
 

@@ -1,4 +1,4 @@
-"""Progress of a queued graph: a bar on a terminal, one line per node elsewhere."""
+"""Progress of a queued graph: a bar on a terminal, one line per node and per ten seconds of steps elsewhere."""
 
 import asyncio
 import sys
@@ -11,6 +11,7 @@ class Progress:
     def __init__(self, graph, stream=None):
         self.graph, self.stream = graph, stream or sys.stderr
         self.done, self.node, self.since, self.bar = set(), None, time.monotonic(), None
+        self.first, self.told = None, self.since  # (step, time) of the node's first event; when a line was last written
         if self.stream.isatty():
             from tqdm import tqdm
 
@@ -24,12 +25,21 @@ class Progress:
         elif kind == "executing":
             if self.node is not None:
                 self._finish(self.node, time.monotonic() - self.since)
-            self.node, self.since = data.get("node"), time.monotonic()
+            self.node, self.since, self.first = data.get("node"), time.monotonic(), None
+            self.told = self.since
             if self.bar is not None and self.node is not None:
                 self.bar.set_description_str(self.title(self.node))
                 self.bar.set_postfix_str("")
-        elif kind == "progress" and self.bar is not None:
-            self.bar.set_postfix_str(f"step {data.get('value')}/{data.get('max')}")
+        elif kind == "progress":
+            now = time.monotonic()
+            if self.first is None or data.get("node") != self.node:
+                self.first = (data.get("value"), now)
+            text = pace(data.get("value"), data.get("max"), *self.first, now)
+            if self.bar is not None:
+                self.bar.set_postfix_str(text)
+            elif now - self.told >= 10:
+                self.told = now
+                print(f"             {self.title(data.get('node'))}: {text}", file=self.stream, flush=True)
 
     async def keep_time(self):
         """Redraw every second: a node may take a minute without an event."""
@@ -61,3 +71,12 @@ class Progress:
 
     def __exit__(self, *exc):
         self.close()
+
+
+def pace(step, steps, first_step, first_time, now):
+    """"step 7/20, 3.1 s a step, 40 s left", from the first step that was seen; without a pace until there are two."""
+    text = f"step {step}/{steps}"
+    if step is None or steps is None or step <= first_step:
+        return text
+    each = (now - first_time) / (step - first_step)
+    return f"{text}, {each:.2g} s a step, {each * (steps - step):.0f} s left"
