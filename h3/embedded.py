@@ -20,6 +20,7 @@ from . import grid, presets, record, sigmas
 IMAGES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"})
 VIDEOS = frozenset({".mp4", ".mov", ".mkv", ".webm", ".avi"})
 SOUNDS = frozenset({".wav", ".mp3", ".flac", ".ogg", ".m4a", ".aac", ".opus"})
+MIN_FRAMES = 22  # one whole clip of the VAE's besides the frames it carries over
 
 
 class RequestError(ValueError):
@@ -48,7 +49,8 @@ class Request:
         """Raises :class:`.grid.GridError` or :class:`RequestError`."""
         grid.check_size("width", self.width)
         grid.check_size("height", self.height)
-        grid.frames_for_seconds(self.seconds)
+        if grid.frames_for_seconds(self.seconds) < MIN_FRAMES:
+            raise RequestError(f"{self.seconds:g} seconds are too short: diffusers' video VAE makes {MIN_FRAMES} frames or more, 0.6 seconds")
         if self.references and (self.first_frame or self.last_frame):
             raise RequestError("keyframes and references are tasks of two transformers: give --first-frame, --last-frame or --reference")
         if self.steps is not None and self.steps < 1:

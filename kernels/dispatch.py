@@ -202,6 +202,17 @@ class Op:
         return None, reason
 
 
+class Variants(dict):
+    """The ops of one public function by the value of the argument that selects among them; another value is a ValueError."""
+
+    def __init__(self, argument: str, **ops: Op):
+        super().__init__(ops)
+        self.argument = argument
+
+    def __missing__(self, value):
+        raise ValueError(f"{next(iter(self.values())).name}: {self.argument} is {value!r}: use {' or '.join(self)}")
+
+
 def _key(wanted, args) -> tuple:
     parts = [wanted]
     for argument in args:

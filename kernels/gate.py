@@ -13,7 +13,7 @@ import functools
 import torch
 
 from . import nvrtc, rules, segments
-from .dispatch import Op, Planned
+from .dispatch import Op, Planned, Variants
 
 
 def reference(x: torch.Tensor, other: torch.Tensor, gate: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ def check(x, other, gate, rows) -> None:
 
 
 OP = Op("gate", reference, ("x", "other", "gate", "rows"), check)
-OPS = {"once": OP, "twice": Op("gate_twice", reference_twice, OP.signature, check)}
+OPS = Variants("rounding", once=OP, twice=Op("gate_twice", reference_twice, OP.signature, check))
 
 
 TOKENS_PER_BLOCK = 16

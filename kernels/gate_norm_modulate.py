@@ -13,7 +13,7 @@ import torch
 
 from . import gate as gate_op
 from . import norm_modulate, rules, segments
-from .dispatch import Op, Planned
+from .dispatch import Op, Planned, Variants
 
 
 def reference(
@@ -39,7 +39,7 @@ def check(x, other, gate, weight, shift, scale, rows, eps) -> None:
 
 
 OP = Op("gate_norm_modulate", reference, ("x", "other", "gate", "weight", "shift", "scale", "rows", "eps"), check)
-OPS = {"once": OP, "twice": Op("gate_norm_modulate_twice", reference_twice, OP.signature, check)}
+OPS = Variants("rounding", once=OP, twice=Op("gate_norm_modulate_twice", reference_twice, OP.signature, check))
 
 
 def _plan_cuda(x, other, gate, weight, shift, scale, rows, eps, twice):

@@ -13,7 +13,7 @@ import functools
 import torch
 
 from . import nvrtc, rules
-from .dispatch import Op, Planned, Rule
+from .dispatch import Op, Planned, Rule, Variants
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def check(q, k, freqs, q_weight, k_weight, eps) -> None:
 
 
 OP = Op("qk_norm_rope", reference, ("q", "k", "freqs", "q_weight", "k_weight", "eps"), check)
-OPS = {"kitchen": OP, "torch": Op("qk_norm_rope_torch", reference_torch, OP.signature, check)}
+OPS = Variants("norm", kitchen=OP, torch=Op("qk_norm_rope_torch", reference_torch, OP.signature, check))
 
 
 HEAD_WIDTH, ROTATED = 128, 96  # what the CUDA source is written for; MiniMax H3's

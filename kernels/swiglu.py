@@ -11,7 +11,7 @@ import functools
 import torch
 
 from . import nvrtc, rules
-from .dispatch import Op, Planned
+from .dispatch import Op, Planned, Variants
 
 
 def reference(gate_up: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,7 @@ def check(gate_up) -> None:
 
 
 OP = Op("swiglu", reference, ("gate_up",), check)
-OPS = {"gate_value": OP, "value_gate": Op("swiglu_value_gate", reference_value_gate, OP.signature, check)}
+OPS = Variants("order", gate_value=OP, value_gate=Op("swiglu_value_gate", reference_value_gate, OP.signature, check))
 
 
 VECTORS_PER_THREAD = 2
