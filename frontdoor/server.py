@@ -17,6 +17,13 @@ PACK_FOLDER = "ComfyUI-H3-Vortex"
 BASE_FOLDERS = ("custom_nodes", "input", "output", "temp", "user", "models")
 # What a copy of the pack leaves out where links are not allowed (Windows without developer mode).
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", "demo_output", "output", ".scratch", ".test-packages")
+# Runs main.py in the same process, which Linux then ends together with its parent, however that one ends (prctl 1 = PR_SET_PDEATHSIG).
+WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
 
 
 class ServerError(RuntimeError):
@@ -78,7 +85,8 @@ class Server:
             # Also keeps out custom nodes that an extra_model_paths.yaml beside main.py may point at.
             "--disable-all-custom-nodes", "--whitelist-custom-nodes", PACK_FOLDER,
         ]  # fmt: skip
-        return [self.python, "main.py", *flags, *(["--cpu"] if self.cpu else []), *self.flags]
+        wrapped = ["-c", WITH_PARENT, str(os.getpid())] if sys.platform == "linux" else []
+        return [self.python, *wrapped, "main.py", *flags, *(["--cpu"] if self.cpu else []), *self.flags]
 
     def start(self, timeout=300):
         """Start and wait until the HTTP API answers. Raises :class:`ServerError` when it dies or takes too long."""

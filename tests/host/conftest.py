@@ -55,6 +55,18 @@ def comfyui_tree():
     return TREE
 
 
+@pytest.fixture(scope="module", autouse=True)
+def inference_mode(comfyui_tree):
+    """Tests load and compute as ComfyUI's executor does: nothing is kept for a backward pass (a decode would keep every weight it casts).
+
+    Per module, so that fixtures of a module are made under it too: tensors of both kinds do not mix.
+    """
+    import torch
+
+    with torch.inference_mode():
+        yield
+
+
 @pytest.fixture(scope="session")
 def base_dir(comfyui_tree, tmp_path_factory):
     """ComfyUI base directory of the session: this pack as the only custom node. Its models come from ``tiny_models``."""

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,32 @@ def test_one_handover_is_the_last(monkeypatch, tmp_path):
     assert not interpreter.is_this(tmp_path / "python")
     monkeypatch.setenv(interpreter._MARK, str(tmp_path / "python"))
     assert interpreter.is_this(tmp_path / "python")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent's death is a signal on Linux only")
+def test_a_server_ends_with_a_parent_that_is_killed(tmp_path):
+    """Killed outright, the parent can stop nothing itself: a test run out of memory, a closed terminal."""
+    (tmp_path / "main.py").write_text(
+        "import http.server, sys\n"
+        "class Handler(http.server.BaseHTTPRequestHandler):\n"
+        "    def do_GET(self): self.send_response(200); self.end_headers(); self.wfile.write(b'{}')\n"
+        "http.server.HTTPServer(('127.0.0.1', int(sys.argv[sys.argv.index('--port') + 1])), Handler).serve_forever()\n"
+    )
+    code = (
+        "import runpy, sys; runpy.run_path(sys.argv[1])['load_pack']()\n"
+        "from h3_vortex.frontdoor.server import Server, prepare_base\n"
+        "server = Server(sys.argv[2], prepare_base(sys.argv[2] + '/base')).start()\n"
+        "print(server.process.pid, flush=True); input()\n"
+    )
+    line = [sys.executable, "-c", code, str(ROOT / "run.py"), str(tmp_path)]
+    parent = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    server = Path("/proc") / parent.stdout.readline().strip()
+    assert "main.py" in (server / "cmdline").read_text()
+    parent.kill()
+    parent.communicate()
+    for _ in range(100):
+        if not server.exists() or "State:\tZ" in (server / "status").read_text():
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the server outlived its parent")
