@@ -86,8 +86,11 @@ class Page:
         return self.evaluate("() => window.app.graph.serialize()")
 
     def exported(self):
-        """The API format, as Workflow > Export (API) gives it."""
-        return self.evaluate("async () => (await window.app.graphToPrompt()).output")
+        """The API format, as Workflow > Export (API) gives it, without the film that the page shows in Load Video."""
+        graph = self.evaluate("async () => (await window.app.graphToPrompt()).output")
+        for node in graph.values():
+            node["inputs"].pop("video-preview", None)
+        return graph
 
     def fit(self, margin=30):
         """Scale and move the canvas so that everything is seen."""
