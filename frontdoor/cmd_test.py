@@ -22,6 +22,7 @@ from . import environment, interpreter, locate
 HELP = "run every test tier that this machine can"
 ROOT = Path(__file__).resolve().parent.parent
 TIERS = ("unit", "host", "gpu", "blackwell")
+FOLDERS = {"unit": ("tests/unit", "tests/reports")}  # of a tier that has more than its own
 TOOLS = ("pytest", "hypothesis", "jsonschema")
 # Not `python -m pytest`: that puts the working directory, and so the pack's nodes/, on sys.path.
 PYTEST = """
@@ -72,7 +73,7 @@ def run(args):
         print(f"\n== tests/{tier}", flush=True)
         began = time.monotonic()
         command = [str(python), "-c", PYTEST, str(ROOT), str(extra or ""), "--import-mode=importlib", "-rs"]
-        code = subprocess.run([*command, f"tests/{tier}", *args.pytest], cwd=ROOT, env=environ).returncode
+        code = subprocess.run([*command, *FOLDERS.get(tier, (f"tests/{tier}",)), *args.pytest], cwd=ROOT, env=environ).returncode
         failed |= code != 0
         lines.append(f"{tier:<10} {verdict_of(code)} in {time.monotonic() - began:.0f} s")
     print("\nTiers\n  " + "\n  ".join(lines), flush=True)

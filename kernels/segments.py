@@ -22,7 +22,8 @@ def row_map(segments, n_rows: int, device) -> torch.Tensor:
         int32 tensor ``[n_rows]`` on ``device``.
 
     Raises:
-        ValueError: the segments leave a gap, overlap, or do not end at ``n_rows``; a row is negative; a per-token row tensor has another length.
+        ValueError: the segments leave a gap, overlap, or do not end at ``n_rows``; a row is negative; a per-token row tensor has another
+            length.
     """
     position = 0
     rows, lengths, per_token = [], [], False

@@ -11,7 +11,7 @@ from h3_vortex.tests.host import test_accelerate_foreign as doubles
 from h3_vortex.tests.host.sampling import fused, same, sample, stock
 
 KINDS, EAGER = doubles.KINDS, doubles.EAGER
-STEPS = 2
+STEPS = 1
 model, api = doubles.model, doubles.api
 
 

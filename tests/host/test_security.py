@@ -152,7 +152,8 @@ def test_every_choice_of_a_file_is_listed_here(server):
 @pytest.mark.parametrize("text, left", [
     ("could not be run: OSError: /home/me/venv/lib/site-packages/sageattention/_qattn.so: undefined symbol", "_qattn.so: undefined symbol"),
     (r"ImportError: DLL load failed: C:\Users\me\AppData\Local\x.dll", "x.dll"),
-    ("No such file or directory: '/tmp/a b/main.c'", "'main.c'"), (r"\\server\share\models\h3.safetensors is gone", "h3.safetensors is gone"),
+    ("No such file or directory: '/tmp/a b/main.c'", "'main.c'"),
+    (r"\\server\share\models\h3.safetensors is gone", "h3.safetensors is gone"),
     ("~/models/h3.safetensors", "h3.safetensors"), ("D:/models/h3.safetensors", "h3.safetensors"),
     ("video/sound shifts 12/3, 1/2 of [gate|up]", "video/sound shifts 12/3, 1/2 of [gate|up]"),
     ("needs float16 or bfloat16, got float32", "needs float16 or bfloat16, got float32"),
