@@ -145,9 +145,9 @@ def save(figure, path, result):
 
 
 def only(folder, kind):
-    """The newest result of ``kind`` in ``folder`` that holds real speeds, or None."""
+    """The widest result of ``kind`` in ``folder`` that holds real speeds, the newest of equally wide ones; None without any."""
     found = [result for result in load(sorted(folder.glob("*.json"))) if result["kind"] == kind and result["speed_valid"]]
-    return max(found, key=lambda result: result["created"], default=None)
+    return max(found, key=lambda result: (len(result["rows"]), result["created"]), default=None)
 
 
 def main(argv):
