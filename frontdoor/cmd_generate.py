@@ -126,5 +126,6 @@ def _join(args, torch):
         raise ValueError(f"--parallel {args.parallel}: this machine has {torch.cuda.device_count()} GPU(s)")
     if wanted == "cuda":
         torch.cuda.set_device(index)
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if wanted == "cuda" else "gloo")
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if wanted == "cuda" else "gloo")
     return torch.device("cuda", index) if wanted == "cuda" else torch.device(wanted)

@@ -50,7 +50,7 @@ class Request:
         grid.check_size("width", self.width)
         grid.check_size("height", self.height)
         if grid.frames_for_seconds(self.seconds) < MIN_FRAMES:
-            raise RequestError(f"{self.seconds:g} seconds are too short: diffusers' video VAE makes {MIN_FRAMES} frames or more, 0.6 seconds")
+            raise RequestError(f"{self.seconds:g} seconds are too short: diffusers' video VAE makes {MIN_FRAMES} frames or more; use 0.6")
         if self.references and (self.first_frame or self.last_frame):
             raise RequestError("keyframes and references are tasks of two transformers: give --first-frame, --last-frame or --reference")
         if self.steps is not None and self.steps < 1:

@@ -20,7 +20,7 @@ KINDS = [*KEYFRAMES, *REFERENCES]
 
 def text_tags(kind):
     """Modality of the text rows: a vision block of three rows in the middle where there are pictures."""
-    tags = torch.full((9,), TEXT_TAG)
+    tags = torch.full((10,), TEXT_TAG)  # an even number of rows in all, which two ranks can share
     if kind != "text":
         tags[3:6] = VIDEO_TAG
     return tags
