@@ -1,8 +1,5 @@
 """Faults in the middle of a run, in this process: memory, kernels, cache. It goes on with stock or stops; the next one is untouched."""
 
-import os
-import shutil
-
 import pytest
 import torch
 from h3_vortex.kernels import cache, dispatch
@@ -93,32 +90,23 @@ def test_out_of_memory_inside_an_op(model, api, expected, monkeypatch, op):
     assert same(sample(patched, KINDS, steps=STEPS), expected)
 
 
-@pytest.mark.parametrize("what, fault", [("op", out_of_memory), ("op", "wrong bytes"), ("block", "wrong bytes")])
-def test_a_verification_that_fails_leaves_stock(model, api, one_step, monkeypatch, new_process, what, fault):
-    compare = getattr(api.checks, "block" if what == "block" else "compare")
-
-    def failing(*args, **kwargs):
-        if fault == "wrong bytes":
-            ours, theirs = compare(*args, **kwargs)
-            return [t + 1 if t.is_floating_point() else t ^ 1 for t in ours], theirs
-        fault()
-
+@pytest.mark.parametrize("what", ["op", "block"])
+def test_a_verification_without_memory_leaves_stock_and_is_tried_again(model, api, one_step, monkeypatch, new_process, what):
+    """Wrong bytes: ``test_a_wrong_op_is_caught_before_use`` and ``test_a_block_that_does_something_new_is_not_reproduced``."""
     patched = api.accelerate(model, EAGER)
     with monkeypatch.context() as patch:
-        patch.setattr(api.checks, "block" if what == "block" else "compare", failing)
+        patch.setattr(api.checks, "block" if what == "block" else "compare", out_of_memory)
         assert same(sample(patched, KINDS, steps=1), one_step)
         told = api.report(patched)
         if what == "block":
-            assert "the model runs unpatched" in told["stepped_aside"]
-        else:
-            # the whole-block check runs the same ops, so none of them may have run fused
-            assert told["stepped_aside"] is None and all(not fused(told, op) for op in told["ops"] if op != "attention_v_view")
+            assert "the model runs unpatched: could not be run: OutOfMemoryError" in told["stepped_aside"]
+        else:  # the whole-block check runs the same ops, so none of them may have run fused
+            assert told["stepped_aside"] is None and not any(fused(told, op) for op in told["ops"])
             assert all(stock(told, op) for op in ("norm_modulate", "gate", "qk_norm_rope", "swiglu"))
     new_process()
     again = api.accelerate(model, EAGER)
     assert same(sample(again, KINDS, steps=1), one_step)
-    remembered = fault == "wrong bytes"
-    assert bool(fused(api.report(again), "gate_norm_modulate")) != remembered
+    assert fused(api.report(again), "gate_norm_modulate") == BLOCKS
 
 
 def test_a_kernel_that_does_not_compile_leaves_stock(model, api, one_step, monkeypatch, new_process, caplog):
@@ -147,39 +135,21 @@ def test_a_cache_that_cannot_be_used(model, api, one_step, new_process, tmp_path
     assert caplog.text.count("cannot be written") == 1
 
 
-@pytest.mark.parametrize("damage", ["cut", "foreign", "folder"])
+@pytest.mark.parametrize("damage", ["foreign", "left by a killed process"])
 def test_a_damaged_cache_is_made_anew(model, api, one_step, new_process, tmp_path, damage):
+    """Every kind of damage to the file itself: ``test_fuzz_files.py``."""
     assert same(sample(api.accelerate(model, EAGER), KINDS, steps=1), one_step)
-    files = [path for path in (tmp_path / "cache").glob("**/*") if path.is_file()]
-    assert files
-    for path in files:
-        data = path.read_bytes()
-        path.unlink()
-        if damage == "folder":
-            path.mkdir()
-        elif damage == "foreign":
-            cache.write_json(path.parent.name, path.name, verification.VERSION, dict.fromkeys(verification.summary(), "equal"))
-        else:
-            path.write_bytes(data[:-1])
+    (path,) = (tmp_path / "cache").glob("**/*.json")
+    if damage == "foreign":
+        cache.write_json(path.parent.name, path.name, verification.VERSION, dict.fromkeys(verification.summary(), "equal"))
+    else:
+        path.rename(f"{path}.xyz.part")
     new_process()
     patched = api.accelerate(model, EAGER)
     assert same(sample(patched, KINDS, steps=1), one_step)
     told = api.report(patched)
     assert fused(told, "gate_norm_modulate") == BLOCKS
     assert not any("remembered" in verdict["note"] for verdict in told["verification"].values())
-    if damage == "folder":
-        for path in files:
-            shutil.rmtree(path)
-
-
-def test_a_part_file_of_a_killed_process_is_no_verdict(model, api, one_step, new_process, tmp_path):
-    sample(api.accelerate(model, EAGER), KINDS, steps=1)
-    (path,) = (tmp_path / "cache").glob("**/*.json")
-    os.rename(path, f"{path}.xyz.part")
-    new_process()
-    patched = api.accelerate(model, EAGER)
-    assert same(sample(patched, KINDS, steps=1), one_step)
-    assert not any("remembered" in verdict["note"] for verdict in api.report(patched)["verification"].values())
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------------------------
