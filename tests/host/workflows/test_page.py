@@ -3,6 +3,8 @@
 H3_WRITE_WORKFLOWS=1 also writes the pictures that the template browser shows.
 """
 
+import time
+
 import pytest
 from h3_vortex.tests.conftest import ROOT
 from h3_vortex.tests.host.workflows import bundled, page
@@ -76,10 +78,10 @@ def test_a_job_queued_from_the_page_shows_its_video_and_what_the_nodes_did(runni
     tab.errors.clear()
     before = len(running.get_json("/history"))
     tab.tab.locator('[data-testid="queue-button"]').click()
-    tab.tab.wait_for_function(
-        """before => fetch('/api/history').then(r => r.json()).then(h => Object.keys(h).length > before)""",
-        arg=before, timeout=1_500_000, polling=1000,
-    )  # fmt: skip
+    end = time.monotonic() + 1500
+    while len(running.get_json("/history")) == before:
+        assert time.monotonic() < end
+        tab.tab.wait_for_timeout(500)
     job = list(running.get_json("/history").values())[-1]
     assert job["status"]["status_str"] == "success", job["status"]
     tab.fit()
