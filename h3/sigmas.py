@@ -31,7 +31,7 @@ def turbo(steps, shift):
     check_shift("shift", shift)
     base = torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float32)
     grid = shift * base / (1 + (shift - 1) * base)
-    if not bool(torch.isfinite(grid).all()):
+    if not bool(torch.isfinite(grid).all()) or abs(float(grid[0]) - 1) > 1e-5:  # 1 - (1 - shift) loses a tiny shift's digits
         raise ValueError(f"shift is {shift}: beyond what the grid's fp32 can hold; use 0.01 to 100, 12 for video and 3 for sound")
     return grid
 
