@@ -354,6 +354,11 @@ class PowerLog:
 
 
 # ------------------------------------------------------------------------------------------------------------- results
+def without_folders(argv):
+    """The arguments of a run with file names in place of paths: a result tells nothing about the disk it was made on."""
+    return [Path(word).name if before == "--out" else word for before, word in zip(["", *argv], argv, strict=False)]
+
+
 def start_result(kind, device, argv, comfyui=None):
     """A result without rows: who, where, when, how. Fill ``rows`` and hand it to :func:`write_result`."""
     cuda = torch.device(device).type == "cuda"
@@ -361,7 +366,7 @@ def start_result(kind, device, argv, comfyui=None):
         "schema": SCHEMA_VERSION,
         "kind": kind,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": ["python", "benchmarks", kind, *argv],
+        "command": ["python", "benchmarks", kind, *without_folders(argv)],
         "clock": "cuda events" if cuda else "wall",
         "speed_valid": cuda,
         "environment": environment(device, comfyui),

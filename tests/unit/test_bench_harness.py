@@ -453,3 +453,9 @@ def test_one_block_is_not_enough():
         block.tabulate(block.blocks_of(*block.read_trace(trace(1), "cuda"), MODEL))
     with pytest.raises(SystemExit):
         block.arguments(["--blocks", "1"])
+
+
+def test_a_result_does_not_tell_folders():
+    argv = ["--shape", "tiny", "--out", "/somewhere/private/mine.json"]
+    assert harness.without_folders(argv) == ["--shape", "tiny", "--out", "mine.json"]
+    assert harness.start_result("step", "cpu", argv)["command"][-1] == "mine.json"
