@@ -14,8 +14,8 @@ KEY = (
 def measured(row):
     """[(what, ms or None, hash or None)] of one row of any kind of result; nothing for a row that was skipped."""
     found = []
-    if "ms" in row:  # step, attention
-        found.append((None, row["ms"]["median"], row.get("sha256")))
+    if "ms" in row:  # step, attention hold a summary, check a number
+        found.append((None, row["ms"]["median"] if isinstance(row["ms"], dict) else row["ms"], row.get("sha256")))
     for group, ms in row.get("groups_ms", {}).items():  # block
         found.append((group, ms, None))
     if "sum_ms" in row:
@@ -40,7 +40,9 @@ def keyed(result):
     table = {}
     for row in result["rows"]:
         for what, ms, digest in measured(row):
-            table[(*(row.get(name) for name in KEY), what)] = ms, digest
+            # a report in place of a name (diffusers_step's attention) names no row
+            names = (value if isinstance(value := row.get(name), str | int) else None for name in KEY)
+            table[(*names, what)] = ms, digest
     return table
 
 
