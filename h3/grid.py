@@ -99,12 +99,22 @@ def latent_fault(shapes):
     """
     if len(shapes) != 2:
         return f"it has {len(shapes)} stream(s) where H3 has two, video and sound"
-    video, audio = (tuple(shape) for shape in shapes)
-    if len(video) != 5 or video[1] != VIDEO_CHANNELS:
+    video, audio = shapes
+    if not is_video(video):
         return f"its video stream is {list(video)}, H3's is [1, {VIDEO_CHANNELS}, T, height/16, width/16]"
-    if len(audio) != 4 or audio[1:3] != (AUDIO_CHANNELS, AUDIO_TRACKS):
+    if not is_audio(audio):
         return f"its sound stream is {list(audio)}, H3's is [1, {AUDIO_CHANNELS}, {AUDIO_TRACKS}, t]"
     return None
+
+
+def is_video(shape):
+    """Is this the shape of a video stream, [B, 24, T, h, w]?"""
+    return len(shape) == 5 and shape[1] == VIDEO_CHANNELS
+
+
+def is_audio(shape):
+    """Is this the shape of a sound stream, [B, 32, 2, t]?"""
+    return len(shape) == 4 and tuple(shape[1:3]) == (AUDIO_CHANNELS, AUDIO_TRACKS)
 
 
 def segment_rows(text_tokens, video_shape, audio_shape, keyframes=(), references=()):

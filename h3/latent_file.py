@@ -1,4 +1,4 @@
-"""An H3 latent, both streams, in one safetensors file."""
+"""An H3 latent, both streams or the one that there is, in one safetensors file."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ _FORMAT = "h3_vortex_latent_1"
 
 
 def save(path, video, audio):
-    """Write ``video`` [B, 24, T, h, w] and ``audio`` [B, 32, 2, t] to ``path``, whole or not at all; raises OSError as any write does."""
+    """Write ``video`` [B, 24, T, h, w] and ``audio`` [B, 32, 2, t] to ``path``, whole or not at all; raises OSError as any write does.
+
+    Either may be None: it is then not in the file.
+    """
     from safetensors.torch import save
 
     data = save(
-        {"video": video.detach().cpu().contiguous(), "audio": audio.detach().cpu().contiguous()},
+        {name: stream.detach().cpu().contiguous() for name, stream in (("video", video), ("audio", audio)) if stream is not None},
         metadata={"format": _FORMAT},
     )
     path = Path(path)
@@ -30,13 +33,16 @@ def save(path, video, audio):
 
 
 def load(path):
-    """The two tensors ``(video, audio)`` that :func:`save` wrote. Raises ValueError for any other file."""
+    """The two tensors ``(video, audio)`` that :func:`save` wrote, None for one that it left out. Raises ValueError for any other file."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(str(path), framework="pt") as file:
             if (file.metadata() or {}).get("format") != _FORMAT:
                 raise ValueError(f"{Path(path).name} is not a latent that H3 Decode saved")
-            return file.get_tensor("video"), file.get_tensor("audio")
+            names = set(file.keys())
+            if not names or names - {"video", "audio"}:
+                raise ValueError(f"{Path(path).name} holds {sorted(names)}, a saved latent holds video, audio or both")
+            return tuple(file.get_tensor(name) if name in names else None for name in ("video", "audio"))
     except SafetensorError as error:
         raise ValueError(f"{Path(path).name} cannot be read as a saved latent: {error}") from error

@@ -9,6 +9,7 @@ import comfy.model_management
 import folder_paths
 from comfy.nested_tensor import NestedTensor
 from comfy_api.latest import io
+from comfy_execution.graph_utils import ExecutionBlocker
 from comfy_extras.nodes_audio import VAEDecodeAudio
 from comfy_extras.nodes_video import CreateVideo
 
@@ -33,7 +34,8 @@ class H3VortexDecode(io.ComfyNode):
             display_name="H3 Decode",
             category="H3 Vortex",
             description="Frames, sound and a 24 frames a second video from an H3 latent. The latent is written to "
-            f"output/{FOLDER} first and removed when everything is decoded, so a failed decode loses nothing.",
+            f"output/{FOLDER} first and removed when everything is decoded, so a failed decode loses nothing. "
+            "Of a latent with video alone or sound alone, that is decoded.",
             search_aliases=["minimax", "h3", "vae decode", "decode latent"],
             inputs=[
                 io.Vae.Input("vae", tooltip="The video VAE of H3 Load."),
@@ -71,10 +73,10 @@ class H3VortexDecode(io.ComfyNode):
         checks.audio_vae(NODE, "audio_vae", audio_vae)
         if saved_latent != NONE:
             path = _chosen(saved_latent)
-            latent = {"samples": NestedTensor(latent_file.load(path))}
-            video, audio = checks.h3_latent(NODE, "saved_latent", latent)
+            latent = {"samples": NestedTensor([stream for stream in latent_file.load(path) if stream is not None])}
+            video, audio = _streams("saved_latent", latent)
         else:
-            video, audio = checks.h3_latent(NODE, "latent", latent)
+            video, audio = _streams("latent", latent)
             path = _keep(video, audio)
 
         began = time.perf_counter()
@@ -82,18 +84,47 @@ class H3VortexDecode(io.ComfyNode):
             comfy.model_management.unload_all_models()
             comfy.model_management.soft_empty_cache()
         try:
-            images, sound, retried = _decode(vae, audio_vae, latent)
+            images, sound, retried = _decode(vae if video is not None else None, audio_vae if audio is not None else None, latent)
         except comfy.model_management.InterruptProcessingException:
             log.warning("H3 Decode: interrupted; %s", _resume(path))
             raise
         except Exception as error:
             raise RuntimeError(f"{NODE}: {type(error).__name__}: {error}. {_resume(path)}") from error
-        (movie,) = CreateVideo.execute(images=images, fps=float(grid.FRAME_RATE), audio=sound).result
+        movie = None
+        if images is not None:
+            (movie,) = CreateVideo.execute(images=images, fps=float(grid.FRAME_RATE), audio=sound).result
         if saved_latent == NONE and path is not None:
             path.unlink(missing_ok=True)
 
         info = _describe(images, sound, retried, time.perf_counter() - began)
-        return io.NodeOutput(images, sound, movie, info, ui=host.shown(cls, info))
+        return io.NodeOutput(
+            _or_blocked(images, "images", "sound"),
+            _or_blocked(sound, "audio", "video"),
+            _or_blocked(movie, "video", "sound"),
+            info,
+            ui=host.shown(cls, info),
+        )
+
+
+def _streams(name, latent):
+    """The latent's (video, audio); None for what a latent of one stream lacks."""
+    samples = checks.connected(NODE, name, latent, "the latent of H3 Packed Denoiser")["samples"]
+    tensors = samples.unbind() if isinstance(samples, NestedTensor) else [samples]
+    if len(tensors) == 1:
+        if grid.is_video(tensors[0].shape):
+            return tensors[0], None
+        if grid.is_audio(tensors[0].shape):
+            return None, tensors[0]
+    return checks.h3_latent(NODE, name, latent)
+
+
+def _or_blocked(value, output, only):
+    """``value``, or what stops the nodes connected to that output, with the reason."""
+    if value is not None:
+        return value
+    return ExecutionBlocker(
+        f"{NODE}: the latent holds {only} alone, so there is nothing on '{output}': disconnect it, or decode a latent with both"
+    )
 
 
 def _folder():
@@ -113,7 +144,8 @@ def _chosen(name):
 
 def _keep(video, audio):
     """Write the latent; without a writable disk the decode goes on, with a warning."""
-    path = _folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{record.sha256(video)[:8]}-{secrets.token_hex(3)}.safetensors"
+    digest = record.sha256(video if video is not None else audio)[:8]
+    path = _folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{digest}-{secrets.token_hex(3)}.safetensors"
     try:
         latent_file.save(path, video, audio)
     except OSError as error:
@@ -129,7 +161,7 @@ def _resume(path):
 
 
 def _decode(vae, audio_vae, latent):
-    """Frames, sound, and which of them needed a second try."""
+    """Frames, sound, and which of them needed a second try. Without a VAE its part is None."""
 
     def frames():
         return nodes.VAEDecode().decode(vae, latent)[0]
@@ -140,8 +172,8 @@ def _decode(vae, audio_vae, latent):
     def sound():
         return VAEDecodeAudio.execute(vae=audio_vae, samples=latent).result[0]
 
-    images, again = _with_second_try(frames, frames_in_tiles)
-    audio, audio_again = _with_second_try(sound, sound)
+    images, again = _with_second_try(frames, frames_in_tiles) if vae is not None else (None, False)
+    audio, audio_again = _with_second_try(sound, sound) if audio_vae is not None else (None, False)
     retried = [name for name, second in (("video", again), ("sound", audio_again)) if second]
     return images, audio, retried
 
@@ -160,16 +192,21 @@ def _with_second_try(first, second):
 
 
 def _describe(images, sound, retried, seconds):
-    frames, height, width = images.shape[:3]
-    rate, wave = sound["sample_rate"], sound["waveform"]
-    video_s, audio_s = grid.seconds_for_frames(frames), wave.shape[-1] / rate
-    level = levels.measure(wave)
-    faults = level.faults()
-    if abs(video_s - audio_s) >= 1 / grid.AUDIO_LATENT_RATE:
+    parts, faults, video_s, audio_s = [], [], None, None
+    if images is not None:
+        frames, height, width = images.shape[:3]
+        video_s = grid.seconds_for_frames(frames)
+        parts.append(f"{width} x {height}, {frames} frames = {video_s:.3f} s")
+    if sound is not None:
+        rate, wave = sound["sample_rate"], sound["waveform"]
+        audio_s, level = wave.shape[-1] / rate, levels.measure(wave)
+        parts.append(f"sound {audio_s:.3f} s at {rate} Hz ({level})")
+        faults += level.faults()
+    if video_s is None or audio_s is None:
+        parts.append("no sound in the latent" if audio_s is None else "no video in the latent")
+    elif abs(video_s - audio_s) >= 1 / grid.AUDIO_LATENT_RATE:
         faults.append(f"video and sound differ by {abs(video_s - audio_s):.3f} s")
-    info = (
-        f"{width} x {height}, {frames} frames = {video_s:.3f} s, sound {audio_s:.3f} s at {rate} Hz ({level}); decoded in {seconds:.1f} s"
-    )
+    info = f"{', '.join(parts)}; decoded in {seconds:.1f} s"
     if retried:
         info += f"; {' and '.join(retried)} after running out of memory once"
     if faults:

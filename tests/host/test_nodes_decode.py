@@ -171,6 +171,50 @@ def test_vae_of_another_model(node, comfy):
         node.execute(other, Vae(audio=True), latent())
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_report_40_video_alone_is_a_silent_video(node, tmp_path, nested):
+    from comfy.nested_tensor import NestedTensor
+    from comfy_execution.graph_utils import ExecutionBlocker
+
+    video, _ = latent()["samples"].unbind()
+    audio_vae = Vae(audio=True)
+    images, sound, movie, info = node.execute(Vae(), audio_vae, {"samples": NestedTensor((video,)) if nested else video}).result
+    parts = movie.get_components()
+    assert torch.equal(parts.images, images) and images.shape == (5, 64, 64, 3) and parts.audio is None
+    assert isinstance(sound, ExecutionBlocker) and "holds video alone, so there is nothing on 'audio'" in sound.message
+    assert info.startswith("64 x 64, 5 frames = 0.208 s, no sound in the latent; decoded in ")
+    assert audio_vae.calls == [] and kept(tmp_path) == []
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_report_40_sound_alone_is_sound(node, tmp_path, nested):
+    from comfy.nested_tensor import NestedTensor
+    from comfy_execution.graph_utils import ExecutionBlocker
+
+    _, audio = latent()["samples"].unbind()
+    vae = Vae()
+    images, sound, movie, info = node.execute(vae, Vae(audio=True), {"samples": NestedTensor((audio,)) if nested else audio}).result
+    assert sound["waveform"].shape == (1, 2, 6400) and sound["sample_rate"] == 32000
+    for output, name in ((images, "images"), (movie, "video")):
+        assert isinstance(output, ExecutionBlocker) and f"holds sound alone, so there is nothing on '{name}'" in output.message
+    assert info.startswith("sound 0.200 s at 32000 Hz (") and "no video in the latent" in info
+    assert vae.calls == [] and kept(tmp_path) == []
+
+
+@pytest.mark.parametrize("part", ["video", "audio"])
+def test_report_40_one_stream_is_kept_and_resumed(node, tmp_path, part):
+    video, audio = latent(seed=3)["samples"].unbind()
+    given = video if part == "video" else audio
+    fails = {"failures": [KeyError("broken")]}
+    with pytest.raises(RuntimeError, match="The latent is safe in"):
+        node.execute(Vae(**fails), Vae(audio=True, **fails), {"samples": given})
+    (path,) = kept(tmp_path)
+    vae, audio_vae = Vae(), Vae(audio=True)
+    *_, info = node.execute(vae, audio_vae, saved_latent=path.name).result
+    assert (vae.calls, audio_vae.calls) == ((["plain"], []) if part == "video" else ([], ["plain"]))
+    assert f"no {'sound' if part == 'video' else 'video'} in the latent" in info
+
+
 def test_wrong_latents(node, tmp_path):
     with pytest.raises(ValueError, match="is not a MiniMax H3 latent: it has 1 stream"):
         node.execute(Vae(), Vae(audio=True), {"samples": torch.zeros(1, 16, 2, 8, 8)})

@@ -60,7 +60,7 @@ def test_report_76_every_step_runs_every_block(model, api):
 
 
 def test_report_40_latents_of_every_kind_are_taken_or_refused_by_name(comfy):
-    """Core's nested latent is H3's; a video or a sound alone is neither and says what to connect."""
+    """Core's nested latent is H3's; where both streams are needed, a video or a sound alone is refused and says what to connect."""
     from comfy.nested_tensor import NestedTensor
     from h3_vortex.nodes import checks
 
