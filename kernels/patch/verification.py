@@ -160,14 +160,13 @@ def difference(ours: list, stock: list) -> str | None:
 
 def summary() -> dict[str, dict]:
     """``{case: {"equal", "note", "ms"}}`` of every verdict known to this process."""
-    with _lock:
-        return {case: asdict(verdict) for case, verdict in sorted(_verdicts.items())}
+    # a copy in place of the lock: that one is held while a case is compiled and compared, and a server's event loop asks here
+    return {case: asdict(verdict) for case, verdict in sorted(_verdicts.copy().items())}
 
 
 def timings() -> dict[str, dict]:
     """``{op: {"rows", "stock_ms", "kernel_ms"}}`` for the ops that were timed."""
-    with _lock:
-        timed = {case.split(" ")[0]: verdict.ms for case, verdict in _verdicts.items() if verdict.ms is not None}
+    timed = {case.split(" ")[0]: verdict.ms for case, verdict in _verdicts.copy().items() if verdict.ms is not None}
     return {op: {"rows": TIMED_ROWS, "stock_ms": round(ms[0], 4), "kernel_ms": round(ms[1], 4)} for op, ms in sorted(timed.items())}
 
 

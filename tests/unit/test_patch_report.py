@@ -6,7 +6,7 @@ import logging
 import threading
 
 import pytest
-from h3_vortex.kernels.patch import report
+from h3_vortex.kernels.patch import report, verification
 from h3_vortex.kernels.patch.report import Calls, Session, status, timed_run
 
 
@@ -114,3 +114,34 @@ def test_a_glance_at_a_run():
         "attention: sdpa (E0), chosen: stock (exact)"]
     session.step_aside("H3 Vortex: no kernel for cpu")
     assert report.glance(session.report()) == "ran as stock: no kernel for cpu"
+
+
+def test_the_status_answers_while_a_case_is_verified(monkeypatch, tmp_path):
+    """ComfyUI's event loop answers it: waiting for a compilation would freeze the whole interface."""
+    monkeypatch.setenv("H3_VORTEX_CACHE", str(tmp_path))
+    monkeypatch.setattr(verification, "_verdicts", {})
+    begun, may_end, answered = threading.Event(), threading.Event(), threading.Event()
+
+    def compare():
+        begun.set()
+        assert may_end.wait(30)
+        return [], []
+
+    session = Session("exact", "stock (exact)")
+
+    def ask():
+        status()
+        session.report()
+        answered.set()
+
+    verifying = threading.Thread(target=verification.settle, args=("slow case", "slow.json", compare))
+    asking = threading.Thread(target=ask)
+    verifying.start()
+    try:
+        assert begun.wait(30)
+        asking.start()
+        assert answered.wait(10)
+    finally:
+        may_end.set()
+        verifying.join()
+        asking.join()
