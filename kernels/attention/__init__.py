@@ -5,7 +5,7 @@
 
 from .backend import EXACTNESS, AttentionUnavailable
 from .environment import Environment
-from .planning import Host, Plan, plan
+from .planning import Host, Plan, insist, plan
 from .registry import CHOICES, FASTEST, STOCK
 
-__all__ = ["CHOICES", "EXACTNESS", "FASTEST", "STOCK", "AttentionUnavailable", "Environment", "Host", "Plan", "plan"]
+__all__ = ["CHOICES", "EXACTNESS", "FASTEST", "STOCK", "AttentionUnavailable", "Environment", "Host", "Plan", "insist", "plan"]

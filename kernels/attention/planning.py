@@ -70,6 +70,12 @@ def plan(choice: str, *, host: Host | None = None, pause=contextlib.nullcontext,
     return Plan(choice, host, pause, env)
 
 
+def insist(choice: str, reason: str) -> None:
+    """Raise AttentionUnavailable when, for ``reason``, another attention would run in place of a backend that was asked for by name."""
+    if choice not in (registry.STOCK, registry.FASTEST):
+        raise AttentionUnavailable(f"H3 attention: {choice} was asked for, but: {reason}. Choose {registry.STOCK!r}")
+
+
 class Plan:
     """Callable ``plan(q, k, v, stock, prefix_rows=0) -> [S, H*D]``; see :func:`plan`. ``report()`` says what ran and why."""
 

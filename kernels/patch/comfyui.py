@@ -45,7 +45,7 @@ def accelerate(patcher, features: Features | None = None, attention: str = atten
     try:
         core = probe()
     except UnknownCore as error:
-        _insist(attention, str(error))
+        attentions.insist(attention, str(error))
         session.step_aside(str(error))
         return clone
     attentions.plan(attention, env=attentions.Environment.of(core.management.get_torch_device()))
@@ -108,7 +108,7 @@ def _model_wrapper(core, session, features):
         model = executor.class_obj
         reason = _model_problem(core, session, features, model, x, context)
         if reason is not None:
-            _insist(session.attention_choice, reason)
+            attentions.insist(session.attention_choice, reason)
             session.step_aside(reason)
             return executor(x, timestep, context, transformer_options, *args, **kwargs)
         session.stepped_aside = None
@@ -137,6 +137,7 @@ def _block_replacements(call, blocks, present) -> dict:
     for index, block in enumerate(blocks):
         reason = eligibility.foreign(block, MODEL)
         if reason is not None:
+            attentions.insist(call.session.attention_choice, reason)
             call.calls.stock["block", reason] += 1
             continue
         entries["double_block", index] = _replacement(call, block, entries.get(("double_block", index)))
@@ -152,12 +153,6 @@ def _replacement(call, block, previous):
         return previous(args, {**extra, "original_block": lambda inner: call.block(block, inner, stock)})
 
     return chained
-
-
-def _insist(choice: str, reason: str) -> None:
-    """Raise when stock would run in place of an attention backend that was asked for by name."""
-    if choice not in (attentions.STOCK, attentions.FASTEST):
-        raise attentions.AttentionUnavailable(f"H3 attention: {choice} was asked for, but: {reason}. Choose {attentions.STOCK!r}")
 
 
 def _run_plan(core, session, model, options, device):

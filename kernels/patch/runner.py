@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from .. import attention as attentions
 from .. import segments
 from . import checks, eligibility, ops, scheduled, side_path, verification
 from .core import BLOCK_ARGUMENTS, VIEW_SAFE, view_case
@@ -51,6 +52,7 @@ class ModelCall(Deciding):
         """Run ``block`` on replace-``args``; ``original`` is the stock call with the same arguments."""
         reason = self._whole_block_problem(block, args)
         if reason is not None:
+            self._insist(reason)
             self.calls.stock["block", reason] += 1
             return original(args)
         x = args["img"]
@@ -65,6 +67,8 @@ class ModelCall(Deciding):
             elsewhere = "another node supplies the attention"
         else:
             elsewhere = eligibility.foreign(attn, self.core.model.__name__)
+        if elsewhere:
+            self._insist(elsewhere)
         takes = eligibility.Input() if elsewhere else self._takes(attn.qkv_proj, x)
         h = self._norm_modulate(block.norm1, x, None, None, shift_msa, scale_msa, runs, rows, self._in_front(attn.qkv_proj, takes))
         if elsewhere:
@@ -92,6 +96,11 @@ class ModelCall(Deciding):
             other = self._fc2(mlp.fc2, box)
         self._gate(x, other, gate_mlp, runs, rows)
         return {"img": x}
+
+    def _insist(self, reason: str) -> None:
+        """Another attention is about to run for ``reason``: not in place of one that was asked for by name (a verification has no plan)."""
+        if self.plan is not None:
+            attentions.insist(self.plan.choice, reason)
 
     def _whole_block_problem(self, block, args) -> str | None:
         core = self.core

@@ -106,6 +106,46 @@ def test_a_name_is_not_lost_when_the_model_runs_unpatched(model):
         sample(patched, conditioning("text"))
 
 
+def _own_attention_forward(block):
+    forward = block.attn.forward
+    block.attn.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    return lambda: vars(block.attn).pop("forward")
+
+
+def _hook_on_the_block(block):
+    return block.register_forward_hook(lambda *_: None).remove
+
+
+@pytest.mark.parametrize("other", [_own_attention_forward, _hook_on_the_block])
+def test_a_name_is_not_lost_in_one_block(model, other):
+    """One block that another pack owns would mix two attentions in one picture, and the report would name only one of them."""
+    block = model.model.diffusion_model.blocks[-1]
+    undo = other(block)
+    try:
+        for choice in (attention.STOCK, attention.FASTEST):
+            expected = sample(model, conditioning("text"))
+            assert same(sample(accelerated(model, choice)[0], conditioning("text")), expected)
+        patched, _ = accelerated(model, "sdpa_flash")
+        with pytest.raises(attention.AttentionUnavailable, match="sdpa_flash was asked for, but: .*forward"):
+            sample(patched, conditioning("text"))
+    finally:
+        undo()
+    result = sample(patched, conditioning("text"))  # nothing is left of the refusal
+    assert same(result, sample(accelerated(model, "sdpa_flash")[0], conditioning("text")))
+
+
+def test_a_name_is_not_lost_to_a_block_patch_that_brings_attention(model):
+    from h3_vortex.kernels.patch.comfyui import accelerate
+
+    def patch(args, extra):
+        return extra["original_block"]({**args, "attention": lambda h, **_: torch.zeros_like(h)})
+
+    other = model.clone()
+    other.set_model_patch_replace(patch, "dit", "double_block", 1)
+    with pytest.raises(attention.AttentionUnavailable, match="sdpa_flash was asked for, but: another node supplies the attention"):
+        sample(accelerate(other, EAGER, "sdpa_flash"), conditioning("text"))
+
+
 def test_report_10_a_removed_node_leaves_stock(model, expected):
     patched, _ = accelerated(model, "sdpa_flash")
     sample(patched, conditioning("text"), steps=1)
