@@ -60,8 +60,8 @@ class H3VortexAccelerate(io.ComfyNode):
                 io.Model.Output(display_name="model", tooltip="A clone with the kernels; in mode off the very model that came in."),
                 io.String.Output(
                     display_name="report",
-                    tooltip="JSON: the model's layers and what its kernels did so far. After a run: on the node, in the log, and at "
-                    "/h3_vortex/status.",
+                    tooltip="JSON: the model's layers and what its kernels did so far. After a run, with how much of the model was on the "
+                    "GPU: on the node, in the log, and at /h3_vortex/status.",
                 ),
             ],
         )

@@ -12,7 +12,7 @@ import torch
 
 from .. import attention as attentions
 from . import checks, eligibility, ops, verification
-from .core import MODEL, UnknownCore, compiler_off, probe
+from .core import MODEL, UnknownCore, attention_kernels, compiler_off, probe
 from .ops import Features
 from .report import Session, timed_run
 from .runner import ModelCall
@@ -76,7 +76,8 @@ def report(patcher) -> dict:
         ``ops``: per op the fused calls by backend and the stock calls by reason; ``last_run_ops``: the same since the last run started;
         ``attention``: function, who chose it and its exactness class; ``verification``: every verdict of this process; ``timings``:
         milliseconds per op, stock and kernel, where H3 Warmup measured them; ``stepped_aside``: why the whole model runs stock, or
-        None; ``layers``: how many blocks of each kind the model has.
+        None; ``layers``: how many blocks of each kind the model has; ``weights``: how many of its bytes were on the GPU at the last model
+        call, None on the CPU.
 
     Raises:
         ValueError: ``patcher`` was not made by :func:`accelerate`.
@@ -89,7 +90,7 @@ def report(patcher) -> dict:
 
 def _run_wrapper(session):
     def run(executor, *args, **kwargs):
-        with timed_run(session):
+        with timed_run(session, getattr(executor.class_obj, "model_patcher", None)):  # of the guider
             return executor(*args, **kwargs)
 
     return run
@@ -110,7 +111,10 @@ def _model_wrapper(core, session, features):
         if reason is not None:
             attentions.insist(session.attention_choice, reason)
             session.step_aside(reason)
-            return executor(x, timestep, context, transformer_options, *args, **kwargs)
+            try:
+                return executor(x, timestep, context, transformer_options, *args, **kwargs)
+            finally:
+                session.note_weights()
         session.stepped_aside = None
         session.device = verification.device_name(x[0].device)
         options = transformer_options.copy()
@@ -162,7 +166,7 @@ def _run_plan(core, session, model, options, device):
             name, source = core.attention_function(model.blocks[0].attn, options)
             host = attentions.Host(
                 override=f"an attention override ({name})" if source == "override" else None,
-                declared=name if source == "checkpoint" else None)
+                declared=name if source == "checkpoint" else None, stock=attention_kernels(name, core.ops))
             session.attention_plans[device] = attentions.plan(
                 session.attention_choice, host=host, pause=core.pause, env=attentions.Environment.of(device))
         return session.attention_plans[device]

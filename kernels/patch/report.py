@@ -15,6 +15,7 @@ from . import verification
 
 log = logging.getLogger("h3_vortex")
 _sessions: "weakref.WeakSet[Session]" = weakref.WeakSet()
+STREAMED_BELOW = 0.95  # of the weights; buffers that ComfyUI keeps elsewhere are no streaming
 _process = {"warm": False, "runs": 0, "complete_runs": 0, "last_run": None}
 
 
@@ -22,6 +23,11 @@ def pack_version() -> str:
     """The version that pyproject.toml states."""
     text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     return next(line.split('"')[1] for line in text.splitlines() if line.startswith("version"))
+
+
+def _no_patcher():
+    """In place of a weak reference, where no patcher is known."""
+    return None
 
 
 class Calls:
@@ -44,6 +50,27 @@ class Calls:
         return dict(sorted(rows.items()))
 
 
+def residency(patcher) -> dict | None:
+    """How much of a model lies on its GPU: ``{"resident_bytes", "bytes"}`` of its weights.
+
+    None on the CPU, where nothing is transferred, and for a patcher that does not tell.
+    """
+    told = [getattr(patcher, name, None) for name in ("loaded_size", "model_size")]
+    device = getattr(patcher, "load_device", None)
+    if getattr(device, "type", "cpu") == "cpu" or not all(map(callable, told)):
+        return None
+    loaded, size = (int(tell()) for tell in told)
+    return {"resident_bytes": min(loaded, size), "bytes": size}  # dynamic VRAM counts whole pages, so a little more than there is
+
+
+def residency_line(weights: dict) -> str:
+    """One line for a person on what :func:`residency` gave."""
+    told = f"{weights['resident_bytes'] / 1e9:.1f} of {weights['bytes'] / 1e9:.1f} GB resident"
+    if weights["resident_bytes"] >= STREAMED_BELOW * weights["bytes"]:
+        return f"weights: {told}"
+    return f"weights are streamed: {told}; where the transfer takes longer than the arithmetic it decides the speed, not the kernels"
+
+
 class Session:
     """The state of one accelerated model: its features and what its calls did. Shared by later clones of the same patcher."""
 
@@ -60,20 +87,29 @@ class Session:
         self.core: str | None = None
         self.layers: dict[str, int] = {}
         self.measuring = False
+        self.weights: dict | None = None  # residency at the last model call
+        self._patcher = _no_patcher
         self._warned: set[str] = set()
         _sessions.add(self)
 
-    def start_run(self) -> None:
+    def start_run(self, patcher=None) -> None:
+        """``patcher``: the ModelPatcher that this run samples with; only a weak reference is kept."""
         with self.lock:
             self.run, self.run_calls, self.attention_plans = Calls(), 0, {}
+            self.weights, self._patcher = None, _no_patcher if patcher is None else weakref.ref(patcher)
 
     def finish_call(self, calls: Calls, rows: int) -> None:
+        self.note_weights()
         with self.lock:
             self.run.merge(calls)
             self.total.merge(calls)
             self.calls += 1
             self.run_calls += 1
             self.rows = rows
+
+    def note_weights(self) -> None:
+        """Note where the weights are, at the end of a model call: when a run has ended they may already make room."""
+        self.weights = residency(self._patcher())
 
     def step_aside(self, reason: str) -> None:
         """The whole model runs stock for this reason; said once."""
@@ -91,12 +127,14 @@ class Session:
         """Log one line about the run that just ended and keep it for the status route."""
         summary = {
             "complete": complete, "model_calls": self.run_calls, "packed_rows": self.rows, "seconds": round(seconds, 3),
-            "attention": dict(self.attention), "ops": self.run.table(), "stepped_aside": self.stepped_aside}
+            "attention": dict(self.attention), "ops": self.run.table(), "stepped_aside": self.stepped_aside,
+            "weights": self.weights}
         _process["runs"] += 1
         _process["complete_runs"] += complete
         _process["last_run"] = summary
         fused, stock = sum(self.run.fused.values()), sum(self.run.stock.values())
         note = f"; {self.stepped_aside}" if self.stepped_aside else ""
+        note += f"; {residency_line(self.weights)}" if self.weights else ""
         log.info(
             "H3 Vortex: %s run, %d model calls of %d rows in %.2f s: %d fused calls, %d stock calls, attention %s (%s)%s",
             "complete" if complete else "interrupted", self.run_calls, self.rows, seconds, fused, stock,
@@ -109,15 +147,16 @@ class Session:
             return {
                 "mode": self.mode, "pack": pack_version(), "core": self.core, "device": self.device, "stepped_aside": self.stepped_aside,
                 "attention": {"choice": self.attention_choice, **self.attention}, "model_calls": self.calls, "packed_rows": self.rows,
-                "layers": self.layers,
+                "layers": self.layers, "weights": self.weights,
                 "ops": self.total.table(), "last_run_ops": self.run.table(), "timings": verification.timings(),
                 "verification": verification.summary()}
 
 
 def glance(state: dict) -> str:
     """A few lines for a person, from :meth:`Session.report`: what ran, what was verified, what took stock's code and why."""
+    weights = [residency_line(state["weights"])] if state["weights"] else []
     if state["stepped_aside"]:
-        return f"ran as stock: {state['stepped_aside'].removeprefix('H3 Vortex: ')}"
+        return "\n".join([f"ran as stock: {state['stepped_aside'].removeprefix('H3 Vortex: ')}", *weights])
     fused, stock = Counter(), Counter()
     for counts in state["last_run_ops"].values():
         fused.update(counts["fused"])
@@ -130,17 +169,17 @@ def glance(state: dict) -> str:
     lines += [f"  OFF: {case}" for case in wrong]
     attention = state["attention"]
     lines.append(f"attention: {attention.get('backend', 'not reached')} ({attention.get('class', '-')}), chosen: {attention['choice']}")
-    return "\n".join(lines)
+    return "\n".join(lines + weights)
 
 
 class timed_run:
     """Context of one sampling run: resets the run's counts, and reports them at its end, interrupted or not."""
 
-    def __init__(self, session: Session):
-        self.session = session
+    def __init__(self, session: Session, patcher=None):
+        self.session, self.patcher = session, patcher
 
     def __enter__(self):
-        self.session.start_run()
+        self.session.start_run(self.patcher)
         self.start = time.perf_counter()
         return self
 

@@ -83,3 +83,25 @@ def test_report_25_the_core_that_ran_is_in_the_report(model, api):
     from h3_vortex.nodes import host
 
     assert api.report(api.accelerate(model, EAGER))["core"] == host.version()
+
+
+@pytest.mark.parametrize("stepped_aside", [False, True])
+def test_reports_33_36_90_where_the_weights_were_is_in_the_report(model, api, monkeypatch, stepped_aside):
+    """Asked of the patcher that samples, at the end of every model call; on the CPU nothing is streamed and nothing is said."""
+    from h3_vortex.kernels.patch import report
+
+    patched = api.accelerate(model, Features() if stepped_aside else EAGER)
+    sample(patched, conditioning(), steps=1)
+    told = api.report(patched)
+    assert told["weights"] is None and bool(told["stepped_aside"]) == stepped_aside and "resident" not in report.glance(told)
+    asked = []
+
+    def half(patcher):
+        asked.append(patcher.model is model.model)
+        return {"resident_bytes": patcher.loaded_size() // 2, "bytes": patcher.model_size()}
+
+    monkeypatch.setattr(report, "residency", half)
+    sample(patched, conditioning(), steps=2)
+    told = api.report(patched)
+    assert asked == [True, True] and told["weights"]["bytes"] == model.model_size() > 0
+    assert report.glance(told).splitlines()[-1].startswith("weights are streamed: ")

@@ -4,8 +4,10 @@ import gc
 import json
 import logging
 import threading
+import weakref
 
 import pytest
+import torch
 from h3_vortex.kernels.patch import report, verification
 from h3_vortex.kernels.patch.report import Calls, Session, status, timed_run
 
@@ -145,3 +147,56 @@ def test_the_status_answers_while_a_case_is_verified(monkeypatch, tmp_path):
         may_end.set()
         verifying.join()
         asking.join()
+
+
+SLOWER = "where the transfer takes longer than the arithmetic it decides the speed, not the kernels"
+
+
+class Patcher:
+    """Enough of a ModelPatcher to say where its weights are."""
+
+    def __init__(self, resident, size, device="cuda:0"):
+        self.resident, self.size, self.load_device = resident, size, torch.device(device)
+
+    def loaded_size(self):
+        return self.resident
+
+    def model_size(self):
+        return self.size
+
+
+@pytest.mark.parametrize("resident, line", [
+    (6_100_000_000, f"weights are streamed: 6.1 of 20.0 GB resident; {SLOWER}"),
+    (0, f"weights are streamed: 0.0 of 20.0 GB resident; {SLOWER}"),
+    (19_900_000_000, "weights: 19.9 of 20.0 GB resident"),
+    (20_030_000_000, "weights: 20.0 of 20.0 GB resident")])
+def test_reports_33_36_90_streamed_weights_are_said_to_be(resident, line, caplog):
+    caplog.set_level(logging.INFO, "h3_vortex")
+    session, patcher = Session("exact", "stock (exact)"), Patcher(0, 20_000_000_000)
+    with timed_run(session, patcher):
+        patcher.resident = resident
+        session.finish_call(calls([("gate", "cuda")]), rows=78)
+        patcher.resident = 0  # the run's weights leave at its end
+    told = session.report()
+    assert told["weights"] == {"resident_bytes": min(resident, 20_000_000_000), "bytes": 20_000_000_000} == status()["last_run"]["weights"]
+    assert report.glance(told).splitlines()[-1] == line and caplog.records[-1].message.endswith(f"; {line}")
+    session.step_aside("H3 Vortex: because")
+    assert report.glance(session.report()).splitlines() == ["ran as stock: because", line]
+
+
+@pytest.mark.parametrize("patcher", [Patcher(1, 2, "cpu"), object(), None])
+def test_reports_33_36_90_nothing_is_said_where_nothing_is_known(patcher):
+    assert report.residency(patcher) is None
+
+
+def test_reports_33_36_90_the_patcher_is_not_kept():
+    session, patcher = Session("exact", "stock (exact)"), Patcher(1, 2)
+    with timed_run(session, patcher):
+        session.finish_call(calls(), rows=1)
+    seen = weakref.ref(patcher)
+    del patcher
+    gc.collect()
+    assert seen() is None and session.report()["weights"] == {"resident_bytes": 1, "bytes": 2}
+    with timed_run(session):
+        session.finish_call(calls(), rows=1)
+    assert session.report()["weights"] is None
