@@ -4,7 +4,9 @@ Files are written to a temporary name and renamed, so that a reader never sees h
 corrupt or foreign file as absent. A directory that cannot be written costs one log line and the memory of this run only.
 """
 
+import functools
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -43,6 +45,22 @@ def digest(*parts) -> str:
         h.update(len(data).to_bytes(8, "little"))
         h.update(data)
     return h.hexdigest()
+
+
+def version(distribution: str) -> str:
+    """Version of an installed distribution, "none" when there is none."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+@functools.cache
+def sources() -> str:
+    """Hash of this pack's kernels and of what decides about them: belongs to the key of everything that was measured or compared."""
+    root = Path(__file__).resolve().parent
+    files = sorted([*root.glob("**/*.py"), *(root.parent / "csrc").glob("*")])
+    return digest(*(file.read_bytes() for file in files if file.is_file()))
 
 
 def read_bytes(kind: str, name: str) -> bytes | None:

@@ -104,14 +104,15 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def cache_name(call: Call, env: Environment, backends: Iterable[Backend]) -> str:
-    """File name of a result: GPU, driver, torch, the packages' versions and the shape, rows to within a quarter octave."""
+def cache_name(call: Call, env: Environment, backends: Iterable[Backend], stock: str = "") -> str:
+    """File name of a result: GPU, driver, torch, the packages' versions, this pack, what stock is, the shape (rows to a quarter octave)."""
     packages = sorted({name for backend in backends for name in backend.distributions} | {"comfy-kitchen"})
     shape = (round(4 * math.log2(call.rows)), call.heads, call.head_dim, call.dtype, call.q.row_stride > call.inner)
     versions = [(name, env.version(name)) for name in packages]
     cudnn = torch.backends.cudnn.version() if env.device.type == "cuda" else None
     names = [backend.name for backend in backends]
-    return cache.digest(env.gpu, env.capability, env.driver, env.torch_version, env.cuda, env.hip, cudnn, versions, names, shape) + ".json"
+    machine = (env.gpu, env.capability, env.driver, env.torch_version, env.cuda, env.hip, cudnn)
+    return cache.digest(*machine, cache.sources(), versions, names, stock, shape) + ".json"
 
 
 def remembered(name: str, backends: Iterable[Backend]) -> dict | None:
@@ -122,6 +123,12 @@ def remembered(name: str, backends: Iterable[Backend]) -> dict | None:
     candidates, known = record.get("candidates"), {"stock", *(backend.name for backend in backends)}
     whole = isinstance(candidates, dict) and set(candidates) <= known and all(map(_is_entry, candidates.values()))
     return record if whole else None
+
+
+def ran_out_of_memory(record: dict) -> bool:
+    """Was a candidate refused for want of memory, which another run may have?"""
+    refusals = (entry.get("refused", "") for entry in record["candidates"].values())
+    return any("OutOfMemoryError" in reason or "out of memory" in reason for reason in refusals)
 
 
 def _is_entry(entry) -> bool:

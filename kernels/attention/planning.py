@@ -26,10 +26,12 @@ class Host:
     Args:
         override: who installed an attention override on the model (a node's name), None when nobody did.
         declared: the attention that the checkpoint asks for, None when it asks for none.
+        stock: what the host's own attention is here. Flags change it, and a measurement against one says nothing about another.
     """
 
     override: str | None = None
     declared: str | None = None
+    stock: str = ""
 
 
 def say_once(line: str) -> None:
@@ -186,13 +188,14 @@ class Plan:
             self._settle(None, "nothing to measure without a CUDA device")
             return
         candidates = registry.automatic()
-        name = measure.cache_name(call, env, candidates)
+        name = measure.cache_name(call, env, candidates, self.host.stock)
         self._record = measure.remembered(name, candidates)
         source = "measured earlier on this machine"
         if self._record is None:
             source = "measured now"
             self._record = measure.search(q, k, v, candidates, stock, env)
-            cache.write_json(measure.KIND, name, measure.VERSION, self._record)
+            if not measure.ran_out_of_memory(self._record):  # which says nothing about the next run
+                cache.write_json(measure.KIND, name, measure.VERSION, self._record)
         order = measure.ranking(self._record)
         self._queue = [None if n == "stock" else registry.backend(n) for n in order] or [None]
         self._settle(self._queue.pop(0), source)

@@ -220,11 +220,15 @@ class Core:
         return function_name(self.model.optimized_attention), "core"
 
 
-def view_case(name: str, ops, attn, v: torch.Tensor) -> str:
-    """What a verdict on a view of v holds for; torch's attention also depends on which of its kernels ComfyUI put first."""
+def attention_kernels(name: str, ops) -> str:
+    """An attention function by name; torch's also depends on which of its kernels ComfyUI put first."""
     order = getattr(ops, "SDPA_BACKEND_PRIORITY", []) if name == "attention_pytorch" else []
-    kernels = ",".join(getattr(kernel, "name", str(kernel)) for kernel in order)
-    return f"v as a view: {name} {kernels} {device_name(v.device)} {v.dtype} heads:{attn.heads}x{attn.head_dim}"
+    return f"{name} {','.join(getattr(kernel, 'name', str(kernel)) for kernel in order)}"
+
+
+def view_case(name: str, ops, attn, v: torch.Tensor) -> str:
+    """What a verdict on a view of v holds for."""
+    return f"v as a view: {attention_kernels(name, ops)} {device_name(v.device)} {v.dtype} heads:{attn.heads}x{attn.head_dim}"
 
 
 def function_name(function) -> str:

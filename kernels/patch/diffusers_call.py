@@ -48,8 +48,7 @@ class BlockCall(Deciding):
         reason = self._problem(block, *arguments)
         if reason is not None:
             self.calls.stock["block", reason] += 1
-            if self.session.attention_choice not in (attentions.STOCK, attentions.FASTEST):
-                raise attentions.AttentionUnavailable(f"H3 attention: {self.session.attention_choice} was asked for, but: {reason}")
+            attentions.insist(self.session.attention_choice, reason)
             return type(block).forward(block, *arguments)
         self.rows_seen, self.session.device = hidden_states.shape[1], verification.device_name(hidden_states.device)
         return self._run(block, *arguments)
@@ -74,7 +73,9 @@ class BlockCall(Deciding):
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = block.adaln_proj(temb)
         x = hidden_states[0]
         if gate_msa.dtype != x.dtype:
-            self.calls.stock["block", f"modulation in {gate_msa.dtype}, activations in {x.dtype}"] += 1
+            reason = f"modulation in {gate_msa.dtype}, activations in {x.dtype}"
+            self._insist(reason)
+            self.calls.stock["block", reason] += 1
             return type(block).forward(block, hidden_states, temb, adaln_indices, rotary_emb, attention_mask)
         rows = self._row_map(adaln_indices)
 
@@ -135,6 +136,7 @@ class BlockCall(Deciding):
         if elsewhere is None and type(processor) is not self.model.MiniMaxH3AttnProcessor:
             elsewhere = f"its processor is a {type(processor).__name__}"
         if elsewhere is not None:
+            self._insist(elsewhere)
             self.calls.stock["attention", elsewhere] += 1
             self._tell_attention({"backend": "not this pack's", "chosen_by": elsewhere, "class": "as without this pack"})
             return attn(h, rotary_emb, attention_mask)
@@ -170,6 +172,11 @@ class BlockCall(Deciding):
             self._freqs = torch.stack([cos, -sin, sin, cos], dim=-1).reshape(1, cos.shape[0], 1, cos.shape[1], 2, 2)
         return self._freqs
 
+    def _insist(self, reason: str) -> None:
+        """Another attention is about to run for ``reason``: not in place of one that was asked for by name."""
+        if not self._checking:
+            attentions.insist(self.session.attention_choice, reason)
+
     def _attend(self, processor, query, key, value, attention_mask) -> torch.Tensor:
         """``[1, S, heads * D]``: diffusers' dispatch, or the backend chosen on the handle."""
         def stock(query, key, value):
@@ -177,7 +184,12 @@ class BlockCall(Deciding):
                 query, key, value, attn_mask=attention_mask, dropout_p=0.0, is_causal=False, backend=processor._attention_backend,
                 parallel_config=processor._parallel_config).flatten(2, 3)
 
-        if self._checking or attention_mask is not None or processor._parallel_config is not None:
+        elsewhere = "the call has an attention mask" if attention_mask is not None else None
+        if processor._parallel_config is not None:
+            elsewhere = "diffusers runs its attention over several devices"
+        if elsewhere is not None:
+            self._insist(elsewhere)
+        if self._checking or elsewhere is not None:
             out, told = stock(query, key, value), None
         else:
             plan = self._attention_plan(query.device, processor)
@@ -201,7 +213,9 @@ class BlockCall(Deciding):
                     chosen = processor._attention_backend
                     session.attention_plans[device] = attentions.plan(
                         session.attention_choice, env=attentions.Environment.of(device),
-                        host=attentions.Host(override=f"set_attention_backend({chosen!r})" if chosen is not None else None))
+                        host=attentions.Host(
+                            override=f"set_attention_backend({chosen!r})" if chosen is not None else None,
+                            stock=f"diffusers {self._active_backend()}"))
                 self._plan = session.attention_plans[device]
         return self._plan
 

@@ -6,14 +6,12 @@ the process and is said once, loudly. Nothing here knows a host: the two sides o
 """
 
 import functools
-import importlib.metadata
 import logging
 import math
 import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
@@ -46,26 +44,12 @@ def device_name(device: torch.device) -> str:
 
 
 @functools.cache
-def _sources() -> str:
-    root = Path(__file__).resolve().parents[2]
-    files = sorted([*root.glob("kernels/**/*.py"), *root.glob("csrc/*")])
-    return cache.digest(*(f.read_bytes() for f in files if f.is_file()))
-
-
-@functools.cache
 def environment(device: torch.device, host_digest: str) -> str:
     """File name of the verdicts that hold here."""
-    parts = [device_name(device), torch.__version__, str(torch.version.cuda), _distribution("comfy-kitchen"), _sources(), host_digest]
+    parts = [device_name(device), torch.__version__, str(torch.version.cuda), cache.version("comfy-kitchen"), cache.sources(), host_digest]
     if device.type == "cuda":
         parts += [str(torch.cuda.get_device_capability(device)), nvrtc.driver_version()]
     return cache.digest(*parts)[:32] + ".json"
-
-
-def _distribution(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def _load(file: str) -> None:

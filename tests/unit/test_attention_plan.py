@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from h3_vortex.kernels import attention
+from h3_vortex.kernels import attention, cache
 from h3_vortex.kernels.attention import measure, planning, registry, sage
 from h3_vortex.kernels.attention.backend import Backend, token_major
 from h3_vortex.kernels.attention.call import Call
@@ -380,16 +380,21 @@ def test_the_choice_is_kept_on_disk_for_the_shape_bucket(world):
     assert len(slow.runs) > timed, "another bucket is measured"
 
 
-def test_another_driver_package_or_set_of_backends_is_measured_anew(world):
+def test_another_driver_package_or_set_of_backends_is_measured_anew(world, monkeypatch):
     env = world(Fake("a"), Fake("b"))
+    automatic = registry.automatic()
     call = Call.of(*qkv()[0])
     names = set()
     for change in ({}, {"driver": "581"}, {"gpu": "Other"}, {"torch_version": "2.99"}, {"version": lambda name: "9.9"}):
-        names.add(measure.cache_name(call, Environment(**{**_fields(env), **change}), registry.automatic()))
-    names.add(measure.cache_name(call, env, registry.automatic()[:1]))
-    names.add(measure.cache_name(Call.of(*qkv(500)[0]), env, registry.automatic()))
-    assert len(names) == 7
-    assert measure.cache_name(Call.of(*qkv(92)[0]), env, registry.automatic()) in names
+        names.add(measure.cache_name(call, Environment(**{**_fields(env), **change}), automatic))
+    names.add(measure.cache_name(call, env, automatic[:1]))
+    names.add(measure.cache_name(Call.of(*qkv(500)[0]), env, automatic))
+    names.add(measure.cache_name(call, env, automatic, "attention_sage"))
+    with monkeypatch.context() as updated:
+        updated.setattr(cache, "sources", lambda: "another version of this pack")
+        names.add(measure.cache_name(call, env, automatic))
+    assert len(names) == 9
+    assert measure.cache_name(Call.of(*qkv(92)[0]), env, automatic) in names
 
 
 def _fields(env):
@@ -409,6 +414,29 @@ def test_a_backend_that_raises_is_refused_and_the_others_go_on(world):
     plan = attention.plan(attention.FASTEST, env=env)
     plan(*qkv()[0], Stock(0.02))
     assert plan.backend == "good" and any("tried to allocate 2 GiB" in line for line in plan.report()["measured"])
+
+
+def test_another_stock_is_measured_anew(world):
+    """ComfyUI started with --use-sage-attention has another stock: its bytes and its time are not those that were measured."""
+    env = world(Fake("fast"))
+    classes = []
+    for stock, change in (("attention_pytorch", None), ("attention_sage", scaled), ("attention_sage", scaled)):
+        plan = attention.plan(attention.FASTEST, host=attention.Host(stock=stock), env=env)
+        runs = Stock(0.02)
+        plan(*qkv()[0], lambda *a, runs=runs, change=change: change(runs(*a)) if change else runs(*a))
+        assert plan.backend == "fast"
+        classes.append((plan.exactness, plan.report()["why"]))
+    assert classes == [("E0", "measured now"), ("E2", "measured now"), ("E2", "measured earlier on this machine")]
+
+
+def test_want_of_memory_is_not_remembered(world):
+    fast = Fake("fast", error=torch.OutOfMemoryError("tried to allocate 2 GiB"), change=scaled)
+    env = world(fast)
+    for error, backend in ((fast.error, "stock"), (None, "fast")):
+        fast.error = error
+        plan = attention.plan(attention.FASTEST, env=env)
+        plan(*qkv()[0], Stock(0.02))
+        assert plan.backend == backend
 
 
 def test_the_measurement_ends_when_its_time_is_used_up(world):

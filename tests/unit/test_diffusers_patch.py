@@ -332,6 +332,11 @@ def test_another_attention_processor_is_called(model):
     with host.accelerate(model, EAGER) as handle:
         assert same(run(model), stock)
     assert handle.report()["ops"]["attention"]["stock"] == {"its processor is a Processor": 1}
+    with host.accelerate(model, EAGER, attention="sdpa_flash"), pytest.raises(
+        attention.AttentionUnavailable, match="sdpa_flash was asked for, but: its processor is a Processor"
+    ):
+        run(model)
+    assert same(run(model), stock)
 
 
 def test_modulation_of_another_dtype_runs_stock():
