@@ -209,6 +209,25 @@ def formats(header):
     return kinds
 
 
+def cuda_warning(header, torch_version, cuda):
+    """One line when ComfyUI leaves comfy-kitchen's CUDA kernels off for layers that the file has, or None.
+
+    Args:
+        torch_version: ``torch.__version__``.
+        cuda: ``torch.version.cuda``, the CUDA version that torch was built for, or None. Below 13.0 ComfyUI disables those kernels
+            (comfy/quant_ops.py).
+    """
+    if cuda is None or tuple(map(int, cuda.split("."))) >= (13,):
+        return None
+    stored = {name for counts in formats(header).values() for name in counts} & {"int8_convrot", "nvfp4"}
+    if not stored:
+        return None
+    return (
+        f"warning: {header.path.name} has {' and '.join(sorted(stored))} layers, and torch {torch_version} is built for CUDA {cuda}: "
+        "below 13.0 ComfyUI leaves comfy-kitchen's CUDA kernels off, and noise was reported; install a torch for CUDA 13.0 or newer"
+    )
+
+
 def describe(header):
     """A few lines on one file: what it is, its size, how its layers are stored."""
     found = kind(header)

@@ -2,7 +2,9 @@
 
 import logging
 
+import comfy.model_management
 import folder_paths
+import torch
 from comfy_api.latest import io
 from comfy_execution.graph_utils import ExecutionBlocker
 
@@ -60,7 +62,9 @@ class H3VortexLoad(io.ComfyNode):
                 io.Clip.Output(display_name="clip", tooltip="The text encoder."),
                 io.Vae.Output(display_name="vae", tooltip="The video VAE."),
                 io.Vae.Output(display_name="audio_vae", tooltip="The audio VAE."),
-                io.String.Output(display_name="info", tooltip="What was loaded: form, size, how the layers are stored."),
+                io.String.Output(
+                    display_name="info", tooltip="What was loaded: form, size, how the layers are stored; RAM and VRAM beside it."
+                ),
             ],
         )
 
@@ -74,7 +78,7 @@ class H3VortexLoad(io.ComfyNode):
         }
         _refuse_empty_outputs(chosen, cls.hidden.prompt, cls.hidden.unique_id)
         headers = {slot: _inspect(slot, name) for slot, name in chosen.items() if name != NONE}
-        info = "\n".join(checkpoint.describe(header) for header in headers.values()) or "nothing was chosen"
+        info = _describe(headers) if headers else "nothing was chosen"
         log.info("H3 Load\n%s", info)
 
         load = {
@@ -86,6 +90,36 @@ class H3VortexLoad(io.ComfyNode):
         # an output without a file stops whatever is connected to it later, while this result is still cached
         loaded = [load[slot](name) if name != NONE else ExecutionBlocker(_empty(slot)) for slot, name in chosen.items()]
         return io.NodeOutput(*loaded, info, ui=host.shown(cls, info))
+
+
+def _describe(headers):
+    """What the files are, a warning where torch is too old for them, this machine's memory beside their size, and what was checked."""
+    lines = [checkpoint.describe(header) for header in headers.values()]
+    warnings = [checkpoint.cuda_warning(header, torch.__version__, torch.version.cuda) for header in headers.values()]
+    lines += filter(None, warnings)
+    total = sum(header.gigabytes for header in headers.values())
+    model = headers.get(checkpoint.DIFFUSION_MODEL)
+    share = f", the diffusion model {model.gigabytes:.3g} GB of it" if model else ""
+    lines.append(f"memory before loading: {_memory()}; the files: {total:.3g} GB{share}")
+    lines.append("checked: header and length; no SHA-256, which would read every file a second time")
+    return "\n".join(lines)
+
+
+def _memory():
+    management = comfy.model_management
+    device = management.get_torch_device()
+    parts = [f"RAM {_room(torch.device('cpu'))}"]
+    pinned = getattr(management, "MAX_PINNED_MEMORY", -1)  # -1: pinning is off; not every core has it
+    if pinned > 0:
+        parts.append(f"of which ComfyUI pins at most {pinned / 1e9:.1f} GB")
+    parts.append("no GPU" if device.type == "cpu" else "shared with the GPU" if device.type == "mps" else f"VRAM {_room(device)}")
+    return ", ".join(parts)
+
+
+def _room(device):
+    """``device``'s memory as ComfyUI counts it."""
+    total, free = comfy.model_management.get_total_memory(device), comfy.model_management.get_free_memory(device)
+    return f"{total / 1e9:.1f} GB ({free / 1e9:.1f} free)"
 
 
 def _empty(slot):

@@ -89,3 +89,43 @@ def test_truncated_file_and_other_model_over_http(server, tiny_models):
     finally:
         short.unlink()
         other.unlink()
+
+
+def test_reports_33_36_90_memory_beside_the_size(comfy, tiny_models, load, monkeypatch):
+    import torch
+
+    management = comfy.model_management
+    path = tiny_models["pruned_bf16"]
+    monkeypatch.setattr(management, "MAX_PINNED_MEMORY", -1)
+    *_, info = load(diffusion_model=path.name)
+    size = f"{path.stat().st_size / 1e9:.3g} GB"
+    memory, checked = info.splitlines()[-2:]
+    ram = f"{management.get_total_memory(torch.device('cpu')) / 1e9:.1f}"
+    assert memory.startswith(f"memory before loading: RAM {ram} GB (")
+    assert memory.endswith(f" free), no GPU; the files: {size}, the diffusion model {size} of it")
+    assert checked == "checked: header and length; no SHA-256, which would read every file a second time"
+
+    room = {"cpu": (64e9, 50.5e9), "cuda": (16e9, 15e9)}
+    monkeypatch.setattr(management, "MAX_PINNED_MEMORY", 25.6e9)
+    monkeypatch.setattr(management, "get_torch_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(management, "get_total_memory", lambda device: room[device.type][0])
+    monkeypatch.setattr(management, "get_free_memory", lambda device: room[device.type][1])
+    from h3_vortex.nodes import load as node
+
+    assert node._memory() == "RAM 64.0 GB (50.5 free), of which ComfyUI pins at most 25.6 GB, VRAM 16.0 GB (15.0 free)"
+    monkeypatch.delattr(management, "MAX_PINNED_MEMORY")  # a core without it
+    assert node._memory() == "RAM 64.0 GB (50.5 free), VRAM 16.0 GB (15.0 free)"
+
+
+@pytest.mark.parametrize("cuda, storage, warns", [
+    ("12.8", "nvfp4", True), ("12.8", "int8_convrot", True), ("12.8", "bf16", False), ("13.0", "nvfp4", False), (None, "nvfp4", False)])
+def test_report_83_a_torch_too_old_for_the_file_is_named(tiny_models, load, monkeypatch, cuda, storage, warns):
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    *_, info = load(diffusion_model=tiny_models[storage].name)
+    lines = [line for line in info.splitlines() if line.startswith("warning: ")]
+    assert len(lines) == warns
+    if warns:
+        assert f"has {storage} layers" in lines[0] and "is built for CUDA 12.8: below 13.0 ComfyUI leaves" in lines[0]
+        assert lines[0].endswith("install a torch for CUDA 13.0 or newer")

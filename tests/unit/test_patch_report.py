@@ -185,11 +185,11 @@ def test_reports_33_36_90_streamed_weights_are_said_to_be(resident, line, caplog
 
 
 @pytest.mark.parametrize("patcher", [Patcher(1, 2, "cpu"), object(), None])
-def test_reports_33_36_90_nothing_is_said_where_nothing_is_known(patcher):
+def test_nothing_is_said_of_weights_where_nothing_is_known(patcher):
     assert report.residency(patcher) is None
 
 
-def test_reports_33_36_90_the_patcher_is_not_kept():
+def test_the_patcher_of_a_run_is_not_kept():
     session, patcher = Session("exact", "stock (exact)"), Patcher(1, 2)
     with timed_run(session, patcher):
         session.finish_call(calls(), rows=1)
