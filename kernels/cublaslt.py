@@ -16,6 +16,7 @@ import functools
 import glob
 import os
 import sys
+import threading
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 
@@ -243,7 +244,7 @@ class Algorithm:
 
 
 class Matmul:
-    """Descriptors of one :class:`Problem` on one device. Holds no tensor; use one object per thread (scale pointers are set per run)."""
+    """Descriptors of one :class:`Problem` on one device. Holds no tensor but one zero for nvfp4; threads may share it."""
 
     def __init__(self, problem: Problem, device: torch.device):
         self.problem = problem
@@ -252,6 +253,7 @@ class Matmul:
         operand, output = _OPERAND[problem.kind], _OPERAND[problem.out]
         self._types = (COMPUTE_32F, DataType.R_32F, operand, operand, output, output)
         self._owned: list[tuple[str, ctypes.c_void_p]] = []
+        self._scales_and_launch = threading.Lock()  # the scale pointers live in the descriptor: another thread's must not slip in
         self.desc = self._create("MatmulDesc", COMPUTE_32F, DataType.R_32F)
         self._set(DescAttribute.TRANSA, ctypes.c_int32(OP_TRANSPOSE))
         self.a = self._create("MatrixLayout", operand, problem.k, problem.n, problem.k)
@@ -382,14 +384,14 @@ class Matmul:
         have = 0 if workspace is None else workspace.numel()
         if have < algorithm.workspace:
             raise ValueError(f"{self.problem}: this algorithm needs {algorithm.workspace} bytes of workspace, got {have}")
-        if x_scale is not None:
-            self._set_scales(w_scale.data_ptr(), x_scale.data_ptr())
         if alpha is None:
             one, zero = ctypes.addressof(self._one), ctypes.addressof(self._zero)
         else:
             one, zero = alpha.data_ptr(), self._device_zero.data_ptr()
         pointer = out.data_ptr()
-        with torch.cuda.device(self.index):
+        with torch.cuda.device(self.index), self._scales_and_launch:
+            if x_scale is not None:
+                self._set_scales(w_scale.data_ptr(), x_scale.data_ptr())
             status = self.lib.cublasLtMatmul(
                 self.handle, self.desc, one, w.data_ptr(), self.a, x.data_ptr(), self.b, zero, pointer, self.d, pointer, self.d,
                 ctypes.byref(algorithm.struct), None if workspace is None else workspace.data_ptr(), have,

@@ -23,6 +23,7 @@ WORKSPACES = (0, 4 << 20, 32 << 20)  # bytes offered to the heuristic; torch its
 # algo 70, tile 20, stages 37, split-K 1: measured 3.4x faster than the default for NVFP4 FC2 at 37,810 rows on a GB10 (not by this project)
 KNOWN = {"nvfp4": Config(id=70, tile=20, split_k=1, reduction=0, swizzle=0, custom=0, stages=37, inner_shape=0, cluster=0)}
 OUT_OF_MEMORY = "out of memory while schedules were compared"
+SETTLED = (7, 8, 15, 16)  # statuses that speak of the problem and the GPU rather than of the moment: cublaslt.STATUS
 MIN_GAIN = 0.01  # a schedule must win by 1 % or by three times the stock timing's own spread, whichever is more
 
 
@@ -47,7 +48,10 @@ class Candidate:
 
 @dataclass
 class Outcome:
-    """What a search found: ``config`` is None when stock stays, and ``reason`` says why in words."""
+    """What a search found: ``config`` is None when stock stays, and ``reason`` says why in words.
+
+    ``passing``: the reason says nothing about the next process (no memory, a handle that could not be made), so it is not remembered.
+    """
 
     problem: Problem
     config: Config | None
@@ -56,6 +60,7 @@ class Outcome:
     best_ms: float | None = None
     candidates: list[Candidate] = field(default_factory=list)
     seconds: float = 0.0
+    passing: bool = False
 
     def as_dict(self) -> dict:
         return {
@@ -74,27 +79,37 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def candidates(matmul: Matmul, extra: Sequence[tuple[str, Config]] = ()) -> list[tuple[str, Algorithm]]:
-    """Algorithms worth trying, each once: the heuristic's at several workspace sizes, known schedules, neighbours of the first guess.
+    """Algorithms worth trying, each once: ``extra``, known schedules, the heuristic's at several workspace sizes, neighbours of its guess.
 
-    Neighbours keep split-K and the reduction scheme, whose change alters the order of summation and hence bits.
+    What was fast somewhere comes first, because a large problem has time for a few only. Neighbours keep split-K and the reduction
+    scheme, whose change alters the order of summation and hence bits.
     Raises :class:`.cublaslt.CublasLtError` when the library has none for this problem.
     """
     found: dict[Config, tuple[str, Algorithm]] = {}
     refusal = None
+    known = KNOWN.get(matmul.problem.kind)
+    _build(matmul, [*extra, *([("known", known)] if known else [])], found)
+    guesses = []
     for workspace in WORKSPACES:
         try:
             for algorithm in matmul.heuristics(workspace):
+                guesses.append(algorithm.config)
                 found.setdefault(algorithm.config, ("heuristic", algorithm))
         except CublasLtError as error:
             refusal = error
-    wanted = list(extra)
-    if matmul.problem.kind in KNOWN:
-        wanted.append(("known", KNOWN[matmul.problem.kind]))
-    if found:
-        first = next(iter(found))
-        wanted += [("neighbour", replace(first, swizzle=1 - min(first.swizzle, 1)))]
+    if guesses:
+        first = guesses[0]
+        wanted = [("neighbour", replace(first, swizzle=1 - min(first.swizzle, 1)))]
         wanted += [("neighbour", replace(first, tile=tile)) for tile in matmul.capability(first.id, Capability.TILE_IDS)]
         wanted += [("neighbour", replace(first, stages=stages)) for stages in matmul.capability(first.id, Capability.STAGES_IDS)]
+        _build(matmul, wanted, found)
+    if not found and refusal is not None:
+        raise refusal
+    return list(found.values())
+
+
+def _build(matmul: Matmul, wanted: Sequence[tuple[str, Config]], found: dict[Config, tuple[str, Algorithm]]) -> None:
+    """Add what the library accepts of ``wanted`` to ``found``."""
     for origin, config in wanted:
         if config in found:
             continue
@@ -104,9 +119,6 @@ def candidates(matmul: Matmul, extra: Sequence[tuple[str, Config]] = ()) -> list
             continue  # the library refuses this combination here; nothing was launched
         if algorithm.workspace <= WORKSPACES[-1]:
             found[config] = (origin, algorithm)
-    if not found and refusal is not None:
-        raise refusal
-    return list(found.values())
 
 
 def _timed(functions: Sequence[Callable[[], object]], rounds: int, device: torch.device) -> list[list[float]]:
@@ -140,10 +152,10 @@ def search(
     try:
         return _search(problem, data, stock, seconds, extra, started)
     except CublasLtError as error:
-        reason = str(error)
+        reason, passing = str(error), error.status not in SETTLED
     except torch.OutOfMemoryError:  # the tensors of the search go with its frame, before stock runs
-        reason = OUT_OF_MEMORY
-    return Outcome(problem, None, reason, seconds=time.perf_counter() - started)
+        reason, passing = OUT_OF_MEMORY, True
+    return Outcome(problem, None, reason, seconds=time.perf_counter() - started, passing=passing)
 
 
 def _search(problem, data, stock, seconds, extra, started) -> Outcome:
@@ -229,15 +241,15 @@ class Schedules:
         outcome = self._from_cache(name, layer, problem, data, stock)
         if outcome is None:
             outcome = search(problem, data, stock, seconds)
-            if outcome.reason != OUT_OF_MEMORY:  # which says nothing about the next process
+            if not outcome.passing:
                 cache.write_json("gemm", name, CACHE_VERSION, {
                     "config": outcome.config.as_dict() if outcome.config else None, "reason": outcome.reason,
                     "stock_ms": outcome.stock_ms, "best_ms": outcome.best_ms})
         log.info("H3 Vortex: %s %s: %s", layer, problem, outcome.reason)
-        self.outcomes[key] = outcome
         if outcome.config is not None:
             matmul = Matmul(problem, device)
             self._ready[key] = (matmul, matmul.build(outcome.config))
+        self.outcomes[key] = outcome  # last: whoever sees it may run, also when the lines above failed once or another thread asks
         return outcome
 
     @staticmethod
@@ -245,7 +257,7 @@ class Schedules:
         properties = torch.cuda.get_device_properties(device)
         return cache.digest(
             layer, problem, properties.name, properties.multi_processor_count, version(), nvrtc.driver_version(),
-            torch.__version__) + ".json"
+            torch.__version__, cache.version("comfy-kitchen"), cache.sources()) + ".json"  # kitchen: whose GEMM stock is
 
     @staticmethod
     def _from_cache(name, layer, problem, data, stock) -> Outcome | None:
@@ -269,7 +281,7 @@ class Schedules:
             workspace = torch.empty(max(1, algorithm.workspace), dtype=torch.uint8, device=data[0].x.device)
             verdict = _verdict(matmul, algorithm, data, references, torch.empty_like(references[0]), workspace)
         except torch.OutOfMemoryError:
-            return Outcome(problem, None, OUT_OF_MEMORY)
+            return Outcome(problem, None, OUT_OF_MEMORY, passing=True)
         if verdict != "exact":
             log.warning("H3 Vortex: cached %s schedule for %s no longer gives stock's bytes (%s); searching again", layer, problem, verdict)
             return None

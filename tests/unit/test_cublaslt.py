@@ -1,8 +1,12 @@
 """cuBLASLt loader and structs: what can be tested without a GPU."""
 
+import contextlib
 import ctypes
+import threading
+import time
 
 import pytest
+import torch
 from h3_vortex.kernels import cublaslt
 
 
@@ -65,3 +69,46 @@ def test_a_cpu_build_of_torch_is_named(monkeypatch):
 def test_error_names_the_status():
     error = cublaslt.CublasLtError("heuristic for nvfp4 1x2x3", 15)
     assert "NOT_SUPPORTED (15)" in str(error) and "nvfp4 1x2x3" in str(error) and error.status == 15
+
+
+class CountingLibrary:
+    """Descriptors as far as scales go: a launch notes the scale pointer that its descriptor holds at that moment, a little later."""
+
+    def __init__(self):
+        self.scale, self.launched = None, []
+
+    def cublasLtMatmulDescSetAttribute(self, desc, attribute, value, size):
+        if attribute == cublaslt.DescAttribute.B_SCALE_POINTER:
+            self.scale = ctypes.cast(value, ctypes.POINTER(ctypes.c_void_p))[0]
+            time.sleep(0.001)
+        return 0
+
+    def cublasLtMatmul(self, *arguments):
+        self.launched.append((arguments[5], self.scale))
+        return 0
+
+    def __getattr__(self, name):
+        return lambda *arguments: 0
+
+
+def test_threads_that_share_a_matmul_keep_their_own_scales(monkeypatch):
+    library = CountingLibrary()
+    monkeypatch.setattr(cublaslt, "library", lambda: library)
+    monkeypatch.setattr(cublaslt, "_handle", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    matmul = cublaslt.Matmul(cublaslt.Problem("fp8", 2, 2, 2), torch.device("cuda", 0))
+    algorithm = cublaslt.Algorithm(cublaslt._Algo(), None, 0)
+
+    def work(x, scale):
+        for _ in range(20):
+            matmul.run(algorithm, x, x, x, x_scale=scale, w_scale=scale)
+
+    pairs = [(torch.zeros(2), torch.zeros(1)) for _ in range(3)]
+    threads = [threading.Thread(target=work, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(library.launched) == 60
+    assert set(library.launched) == {(x.data_ptr(), scale.data_ptr()) for x, scale in pairs}

@@ -143,6 +143,58 @@ def test_a_damaged_cache_file_is_searched_again(faked, monkeypatch, tmp_path, da
     assert outcome.config == config(1) and "cached" not in outcome.reason
 
 
+def test_the_known_schedule_is_tried_before_the_time_is_used_up(faked, monkeypatch):
+    """Tens of guesses of a large problem's heuristic do not fit in a second."""
+    monkeypatch.setitem(gemm_schedule.KNOWN, PROBLEM.kind, config(5))
+    pool = gemm_schedule.candidates(FakeMatmul(PROBLEM, torch.device("cpu")), [("extra", config(4))])
+    assert [(origin, a.config.id) for origin, a in pool[:3]] == [("extra", 4), ("known", 5), ("heuristic", 1)]
+    assert len({a.config for _, a in pool}) == len(pool) == 5
+
+
+def test_another_kitchen_or_another_pack_is_searched_anew(faked, monkeypatch):
+    """Stock is comfy-kitchen's GEMM: that nothing beat it holds for the one that was measured."""
+    faked[1] = faked[5] = 9.95
+    prepared(monkeypatch)
+    faked[1] = 8.0
+    _, outcome = prepared(monkeypatch)
+    assert outcome.config is None and "cached" in outcome.reason
+    for name, value in (("version", "9.9"), ("sources", "another version of this pack")):
+        with monkeypatch.context() as changed:
+            changed.setattr(cache, name, lambda *_, value=value: value)
+            assert prepared(monkeypatch)[1].config == config(1)
+
+
+@pytest.mark.parametrize(("status", "remembered"), [(15, True), (3, False), (1, False), (14, False)])
+def test_only_a_refusal_of_the_problem_is_remembered(faked, monkeypatch, tmp_path, status, remembered):
+    def refuse(self, workspace):
+        raise CublasLtError("heuristic", status)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(FakeMatmul, "heuristics", refuse)
+        _, outcome = prepared(failing)
+        assert outcome.config is None and outcome.passing is not remembered
+    assert prepared(monkeypatch)[1].config == (None if remembered else config(1))
+
+
+def test_a_failure_after_the_search_leaves_no_promise_behind(faked, monkeypatch):
+    made = []
+
+    class Failing(FakeMatmul):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
+            if len(made) == 2:
+                raise torch.OutOfMemoryError("out of memory for the descriptor's zero")
+
+    monkeypatch.setattr(gemm_schedule, "Matmul", Failing)
+    schedules, device = gemm_schedule.Schedules(), torch.device("cpu")
+    with pytest.raises(torch.OutOfMemoryError):
+        schedules.prepare("fc2", PROBLEM, [data()], stock)
+    assert schedules.known("fc2", PROBLEM, device) is None and not schedules.has("fc2", PROBLEM, device)
+    assert schedules.prepare("fc2", PROBLEM, [data()], stock).config == config(1)
+    assert torch.equal(schedules.run("fc2", PROBLEM, data(3), torch.bfloat16), stock(data(3)))
+
+
 def test_an_unwritable_cache_keeps_the_result_of_this_run(faked, monkeypatch, tmp_path):
     blocker = tmp_path / "a file, not a folder"
     blocker.write_text("")
