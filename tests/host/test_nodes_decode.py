@@ -221,3 +221,29 @@ def test_wrong_latents(node, tmp_path):
     with pytest.raises(ValueError, match="nothing is connected to 'latent'"):
         node.execute(Vae(), Vae(audio=True))
     assert kept(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["video", "sound"])
+def test_report_40_one_stream_in_a_workflow(server, tiny_models, part):
+    """What core's own encoders make of frames, or of sound: H3 Decode shows it, and only what is missing stops its user."""
+    files = {"diffusion_model": "none", "text_encoder": "none", **{slot: tiny_models[slot].name for slot in ("video_vae", "audio_vae")}}
+    graph = {
+        "load": {"class_type": "H3VortexLoad", "inputs": {"weight_dtype": "default", **files}},
+        "decode": {"class_type": "H3VortexDecode", "inputs": {"vae": ["load", 2], "audio_vae": ["load", 3], "latent": ["latent", 0]}},
+        "info": {"class_type": "PreviewAny", "inputs": {"source": ["decode", 3]}},
+    }
+    if part == "video":
+        graph["given"] = {"class_type": "EmptyImage", "inputs": {"width": 64, "height": 64, "batch_size": 5, "color": 255}}
+        graph["latent"] = {"class_type": "VAEEncode", "inputs": {"pixels": ["given", 0], "vae": ["load", 2]}}
+    else:
+        graph["given"] = {"class_type": "EmptyAudio", "inputs": {"duration": 0.2, "sample_rate": 32000, "channels": 2}}
+        graph["latent"] = {"class_type": "VAEEncodeAudio", "inputs": {"audio": ["given", 0], "vae": ["load", 3]}}
+    missing = "sound" if part == "video" else "video"
+    present, absent = (0, 1) if part == "video" else (1, 0)
+    graph["present"] = {"class_type": "PreviewAny", "inputs": {"source": ["decode", present]}}
+    result = server.queue(graph)
+    assert result.ok and any(f"no {missing} in the latent" in text for text in result.texts()), result.message()
+    graph["absent"] = {"class_type": "PreviewAny", "inputs": {"source": ["decode", absent]}}
+    result = server.queue(graph)
+    assert f"H3 Decode: the latent holds {part} alone, so there is nothing on " in result.message()
