@@ -6,7 +6,8 @@ that the layer was called with, before any scale that the layer applies to it. T
 
 How it hangs on the model: the clone of the ModelPatcher carries an injection (``comfy.patcher_extension.PatcherInjection``) that registers
 a forward hook per layer when this very clone is loaded and removes it when another one is. The low-rank weights are a ModelPatcher of
-their own among its additional models, so they are loaded, counted, streamed and evicted like any model.
+their own among its additional models, so they are loaded, counted, streamed and evicted like any model. Core's multi-GPU nodes make a
+clone with another model per GPU: it gets low-rank weights of its own, and its branches read those.
 
 Core has a mechanism of that kind (``comfy.weight_adapter.bypass``). It does not serve here: ``linear_input_act`` runs an INT8 layer without
 calling its module, so the second MLP layer would silently lose its LoRA; a second LoRA replaces the first; the weights stay on the device
@@ -48,24 +49,35 @@ def attach(patcher, adapters: dict, strength: float):
     clone = patcher.clone()
     if strength == 0:
         return clone
-    ops = importlib.import_module("comfy.ops")
-    model_patcher = importlib.import_module("comfy.model_patcher")
-    weights = _weights(ops, adapters)
-    holder = model_patcher.CoreModelPatcher(weights, load_device=clone.load_device, offload_device=clone.offload_device)
+    holder = _holder(adapters, clone.load_device, clone.offload_device)
     clone.set_additional_models(KEY, [*clone.get_additional_models_with_key(KEY), holder])
-    injection = _Injection(ops, adapters, weights, strength)
+    injection = _Injection(importlib.import_module("comfy.ops"), adapters, strength)
     kind = importlib.import_module("comfy.patcher_extension").PatcherInjection
     clone.set_injections(KEY, [*(clone.get_injections(KEY) or []), kind(inject=injection.inject, eject=injection.eject)])
     return clone
 
 
 class TurboLoraWeights(torch.nn.Module):
-    """Holds the low-rank weights; ComfyUI's log names a model by its class."""
+    """Holds the low-rank weights of ``adapters``; ComfyUI's log names a model by its class."""
+
+    def __init__(self, adapters):
+        super().__init__()
+        self.adapters = adapters
+
+
+def _holder(adapters, load_device, offload_device, disable_dynamic=False):
+    """A ModelPatcher of the low-rank weights; core makes further ones by the same call (``ModelPatcher.cached_patcher_init``)."""
+    model_patcher = importlib.import_module("comfy.model_patcher")
+    kind = model_patcher.ModelPatcher if disable_dynamic else model_patcher.CoreModelPatcher
+    weights = _weights(importlib.import_module("comfy.ops"), adapters)
+    holder = kind(weights, load_device=load_device, offload_device=offload_device)
+    holder.cached_patcher_init = (_holder, (adapters, load_device, offload_device))
+    return holder
 
 
 def _weights(ops, adapters) -> torch.nn.Module:
     """The low-rank weights as ComfyUI Linears, which its patcher can move and stream: children named as the layers, dots replaced."""
-    root = TurboLoraWeights()
+    root = TurboLoraWeights(adapters)
     for layer, adapter in adapters.items():
         pair = torch.nn.Module()
         pair.down = _linear(ops, adapter.down, adapter.bias)
@@ -89,8 +101,8 @@ class _Injection:
     unused clone would take the LoRA off the model that another one is sampling.
     """
 
-    def __init__(self, ops, adapters, weights, strength):
-        self.ops, self.adapters, self.weights, self.strength = ops, adapters, weights, strength
+    def __init__(self, ops, adapters, strength):
+        self.ops, self.adapters, self.strength = ops, adapters, strength
         self._hung = weakref.WeakKeyDictionary()  # diffusion model -> functions that undo
         self._owner = weakref.WeakKeyDictionary()  # diffusion model -> id of the patcher that injected (weak references die before __del__)
 
@@ -99,10 +111,12 @@ class _Injection:
         self._owner[model] = id(patcher)
         if model in self._hung:
             return
+        holders = patcher.get_additional_models_with_key(KEY)
+        weights = next(holder.model for holder in holders if holder.model.adapters is self.adapters)
         undo = self._hung[model] = []
         for layer, adapter in self.adapters.items():
             linear = model.get_submodule(layer)
-            branch = Branch(self.ops, self.weights.get_submodule(layer.replace(".", "_")), adapter, self.strength)
+            branch = Branch(self.ops, weights.get_submodule(layer.replace(".", "_")), adapter, self.strength)
             undo.append(linear.register_forward_hook(branch).remove)
             if layer.endswith(".mlp.fc2") and getattr(linear, "layout_type", None) == INT8:
                 mlp = model.get_submodule(layer.removesuffix(".fc2"))

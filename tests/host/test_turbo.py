@@ -303,6 +303,26 @@ def test_a_clone_s_end_does_not_take_the_lora_off(load):
     assert untouched(model)
 
 
+@pytest.mark.parametrize("accelerate", [lambda patcher: patcher, accelerated], ids=["alone", "accelerated"])
+def test_a_clone_for_another_gpu_has_weights_of_its_own(load, accelerate):
+    """What core's multi-GPU nodes do with a model and with everything that hangs on it."""
+    from h3_vortex.kernels.patch import side_path
+
+    first = load("bf16")
+    patched = accelerate(attach(attach(first, adapters_of(first), 0.7), adapters_of(first, seed=9), 0.5))
+    expected = sample(patched)
+    other = patched.deepclone_multigpu(new_load_device=patched.load_device)
+    assert other.model is not first.model
+    assert sampling.same(sample(other), expected) and sampling.same(sample(patched), expected)
+    models = [[holder.model for holder in p.get_additional_models_with_key(side_path.KEY)] for p in (patched, other)]
+    assert len(models[0]) == len(models[1]) == 2 and not {*map(id, models[0])} & {*map(id, models[1])}
+    other.inject_model()
+    branches = [b for m in other.model.diffusion_model.modules() for b in m._forward_hooks.values()]
+    owned = {id(m) for weights in models[1] for m in weights.modules()}
+    assert branches and all(id(branch.pair) in owned for branch in branches)
+    other.eject_model()
+
+
 def test_streamed_weights_give_the_same_bytes(load, monkeypatch):
     patcher = load("bf16")
     turbo = attach(patcher, adapters_of(patcher))
