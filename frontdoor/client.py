@@ -53,7 +53,14 @@ class Result:
             return f"{where}: {self.error.get('exception_type')}: {self.error['exception_message'].strip()}"
         lines = [f"{self.error.get('message')} {self.error.get('details') or ''}".strip()]
         for node, found in self.node_errors.items():
-            lines += [f"{found.get('class_type')} (node {node}): {e['message']}: {e['details']}" for e in found["errors"]]
+            said = set()
+            for error in found["errors"]:
+                # A node that refuses its inputs together is reported once for each of them: "width - REASON", "height - REASON".
+                of_all = error.get("type") == "custom_validation_failed"
+                reason = error["details"].partition(" - ")[2] if of_all else ""
+                if not reason or reason not in said:
+                    lines.append(f"{found.get('class_type')} (node {node}): {error['message']}: {reason or error['details']}")
+                said.add(reason)
         return "\n".join(lines)
 
     def texts(self):

@@ -89,6 +89,8 @@ async def _queue(graph, uploads, prompts, seeds, args):
                 if result is not None and not result.ok:
                     failed += 1
                     print(f"run.py queue: {result.message()}", file=sys.stderr)
+        except aiohttp.InvalidURL:
+            raise ConnectionError(f"--url {args.url}: not an address such as http://127.0.0.1:8188") from None
         except aiohttp.ClientConnectorError as error:
             raise ConnectionError(f"no server answers at {args.url}: {error.os_error.strerror or error}") from None
     return 1 if failed else 0
@@ -148,7 +150,7 @@ def parse_assignment(text, graph):
             raise UsageError(f"{target[:dot]!r} names {len(nodes)} nodes; use an id: {', '.join(nodes)}")
         if nodes and target[dot + 1 :]:
             return nodes[0], target[dot + 1 :], value
-    known = ", ".join(f"{node} ({entry['class_type']})" for node, entry in graph.items())
+    known = ", ".join(f"{node} ({_title(entry)}{entry['class_type']})" for node, entry in graph.items())
     raise UsageError(f"{text!r}: no such node; there are {known}")
 
 
@@ -161,8 +163,13 @@ def parse_value(text, present, assignment):
     except ValueError:
         value = text
     if isinstance(present, (bool, int, float)) and not isinstance(value, (bool, int, float, list)):
-        raise UsageError(f"{assignment!r}: the input holds {json.dumps(present)}, so a {type(present).__name__} is needed")
+        raise UsageError(f"{assignment!r}: the input holds {json.dumps(present)}, so a value of type {type(present).__name__} is needed")
     return value
+
+
+def _title(entry):
+    title = (entry.get("_meta") or {}).get("title")
+    return f"{title!r}, " if title else ""
 
 
 def _nodes_named(name, graph):

@@ -110,9 +110,11 @@ class Runner:
     async def run(self, jobs):
         """Yields (job, result or None for one that was finished before, paths) as they come. A failed job does not stop the others."""
         before = finished_keys(self.records) if self.records else set()
-        await self.client.get("/system_stats")  # a server that was never there is not waited for
+        status, _ = await self.client.get("/system_stats")  # a server that was never there is not waited for
+        if status != 200:
+            raise ConnectionError(f"{self.client.url} answers, but not as a ComfyUI server: /system_stats gives HTTP {status}")
         for number, job in enumerate(jobs, 1):
-            if len(jobs) > 1:
+            if len(jobs) > 1 or job.key in before:
                 state = "finished before" if job.key in before else ""
                 print(f"Job {number} of {len(jobs)} {json.dumps(job.changes, ensure_ascii=False)} {state}".rstrip(), file=sys.stderr)
             if job.key in before:

@@ -38,7 +38,7 @@ def test_assignment(text, node, name, value):
     [
         ("3.seed", "is not NODE.INPUT=VALUE"),
         ("seed=4", "is not NODE.INPUT=VALUE"),
-        ("4.seed=4", "no such node; there are 3 \\(KSampler\\), 9 \\(Loader\\)"),
+        ("4.seed=4", "no such node; there are 3 \\(KSampler\\), 9 \\('H3 Load v1.0', Loader\\)"),
         ("Save.prefix=x", "names 2 nodes; use an id: 10, 11"),
     ],
 )
@@ -65,7 +65,7 @@ def test_value_keeps_the_kind_of_the_input(text, present, value):
 
 
 def test_a_word_for_a_number_is_refused():
-    with pytest.raises(cmd_queue.UsageError, match="'3.seed=many': the input holds 1, so a int is needed"):
+    with pytest.raises(cmd_queue.UsageError, match="'3.seed=many': the input holds 1, so a value of type int is needed"):
         cmd_queue.parse_value("many", 1, "3.seed=many")
 
 
@@ -144,6 +144,9 @@ def test_errors_in_one_text():
         node_errors={"3": {"class_type": "KSampler", "errors": [{"message": "too big", "details": "seed"}]}},
     )
     assert refused.message() == "failed\nKSampler (node 3): too big: seed"
+    of_all = [{"type": "custom_validation_failed", "message": "refused", "details": f"{name} - width - 5"} for name in ("width", "height")]
+    refused.node_errors = {"3": {"class_type": "KSampler", "errors": of_all}}
+    assert refused.message() == "failed\nKSampler (node 3): refused: width - 5"
 
 
 def test_files_put_saved_outputs_before_previews():
