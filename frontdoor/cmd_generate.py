@@ -1,9 +1,9 @@
 """Make a clip without ComfyUI: MiniMax H3 as diffusers has it, with this pack's kernels, to an MP4 with sound.
 
   run.py generate --prompt "a fox in the snow" --model DIR --out fox.mp4
-  run.py generate --prompt "..." --first-frame a.png --last-frame b.png --model DIR --turbo h3_turbo_4step.safetensors
-  run.py generate --prompt "..." --reference person.png --reference voice.wav --model DIR
-  run.py generate --prompt "..." --model DIR --parallel 4          one clip on four GPUs (not yet run on several GPUs by us)
+  run.py generate --prompt "..." --first-frame a.png --last-frame b.png --model DIR --turbo TURBO.safetensors --out clip.mp4
+  run.py generate --prompt "..." --reference person.png --reference voice.wav --model DIR --out clip.mp4
+  run.py generate --prompt "..." --model DIR --out clip.mp4 --parallel 4   one clip on four GPUs (not yet run on several GPUs by us)
 
 --model names a directory in diffusers' format. Without it a tiny random model is made on the spot: the clip is noise, nothing is
 downloaded. The run record (times, hashes, which kernels ran and why not) is written beside the clip as NAME.json.
