@@ -68,6 +68,9 @@ def main(argv):
     parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--out", help="also write everything to this JSON file")
     args = parser.parse_args(argv)
+    unknown = [op for op in args.ops.split(",") if op not in OPS]
+    if unknown:
+        parser.error(f"--ops: no op {', '.join(unknown)}; there are {', '.join(OPS)}")
     device = pick_device(args.device)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU: times say nothing here"
     print(f"torch {torch.__version__}, {where}", flush=True)
