@@ -249,7 +249,8 @@ class Kernel:
         self._local = threading.local()  # buffers per thread: two threads may launch at once
 
     def _prepare(self):
-        _bind_context(self.index)
+        with torch.cuda.device(self.index):  # binds and goes back: the current device of a thread is its owner's affair
+            _bind_context(self.index)
         parameters, config = ctypes.create_string_buffer(self._layout.size), ctypes.create_string_buffer(_CONFIG_BYTES)
         size = ctypes.c_size_t(self._layout.size)
         extra = (ctypes.c_void_p * 5)(

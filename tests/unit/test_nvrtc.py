@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import struct
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -289,6 +290,26 @@ def test_a_thread_without_a_context_gets_torchs(driver):
     assert driver.bound == [77]
     kernel.launch(1, 32, 0)
     assert driver.bound == [77]
+
+
+def test_a_launch_on_another_device_leaves_the_threads_own(driver, monkeypatch):
+    """A new thread whose device is 0 launches on device 1 first: binding that context for good would make 1 its device."""
+
+    @contextlib.contextmanager
+    def device(index):
+        before, driver.current = driver.current, index + 1  # as cudaSetDevice: context n + 1 is that of device n
+        yield
+        driver.current = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    kernel = nvrtc.Kernel("source", "k", "P", torch.device("cuda", 1))
+    for current in (None, 1):
+        driver.current = current
+        thread = threading.Thread(target=kernel.launch, args=(1, 32, 0))
+        thread.start()
+        thread.join()
+        assert driver.current == current
+    assert len(driver.launches) == 2
 
 
 def test_a_refused_launch_names_the_error_and_the_kernel(driver):
