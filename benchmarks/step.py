@@ -149,6 +149,8 @@ def run(chosen, argv):
         entries, total = make_plan(chosen, model, 770.0, 3.8)
         print(json.dumps({"assuming": "H200", "plan": entries, "estimated_s": total}, indent=1))
         return 0
+    if device.type == "cpu" and model.name == "h3":
+        raise SystemExit("the full-size model needs a GPU; to try the command on a CPU: --model tiny --shape tiny --device cpu")
     comfy = _comfy.load(device, chosen.comfyui)
     harness.log(f"ComfyUI {comfy.version} imported; device {device}")
     result = harness.start_result("step", device, argv, comfy.version)

@@ -52,6 +52,11 @@ def run(args):
         return interpreter.go_on(python, "queue", sys.argv[2:])
     try:
         graph = load_graph(args.file)
+        added = {}  # inputs that the file does not have: the server is asked whether its nodes do
+        for assignment in (*args.set, *args.upload):
+            node, name, _ = parse_assignment(assignment, graph)
+            if name not in graph[node]["inputs"]:
+                added[node, name] = assignment
         for assignment in args.set:
             node, name, value = parse_assignment(assignment, graph)
             graph[node]["inputs"][name] = parse_value(value, graph[node]["inputs"].get(name), assignment)
@@ -64,16 +69,23 @@ def run(args):
     except (UsageError, JobsError) as error:
         print(f"run.py queue: {error}", file=sys.stderr)
         return 2
-    return asyncio.run(_queue(graph, uploads, prompts, seeds, args))
+    return asyncio.run(_queue(graph, added, uploads, prompts, seeds, args))
 
 
-async def _queue(graph, uploads, prompts, seeds, args):
+async def _queue(graph, added, uploads, prompts, seeds, args):
     import aiohttp
 
     from .client import Client
 
     async with Client(args.url) as client:
         try:
+            for (node, name), assignment in added.items():
+                kind = graph[node]["class_type"]
+                _, classes = await client.get(f"/object_info/{kind}")
+                problem = input_problem(name, assignment, kind, classes.get(kind) if isinstance(classes, dict) else None)
+                if problem is not None:
+                    print(f"run.py queue: {problem}", file=sys.stderr)
+                    return 2
             for node, name, path in uploads:
                 graph[node]["inputs"][name] = await client.upload(path)
             runner = Runner(
@@ -94,6 +106,20 @@ async def _queue(graph, uploads, prompts, seeds, args):
         except aiohttp.ClientConnectorError as error:
             raise ConnectionError(f"no server answers at {args.url}: {error.os_error.strerror or error}") from None
     return 1 if failed else 0
+
+
+def input_problem(name, assignment, kind, info):
+    """Why a node of class ``kind`` takes no input ``name`` (which a server would ignore in silence), or None.
+
+    ``info``: the server's account of the class, None when it does not know it (its own refusal then says so). The inputs of a group
+    are named GROUP.NAME.
+    """
+    if info is None:
+        return None
+    known = [entry for group in ("required", "optional") for entry in info["input"].get(group, {})]
+    if name in known or name.split(".")[0] in known:
+        return None
+    return f"{assignment!r}: {kind} has no input {name!r}; it has {', '.join(known)}"
 
 
 async def run_graph(client, graph, timeout, prompt_id=None):

@@ -1,5 +1,6 @@
 """``run.py queue``: reading graphs, --set, names and paths of outputs, error texts."""
 
+import asyncio
 import io
 import json
 import os
@@ -169,3 +170,45 @@ def test_progress_prints_a_line_per_node_where_there_is_no_terminal():
         progress("executing", {"node": "3"})
         progress("executing", {"node": None})
     assert [line.split(" s  ")[1] for line in stream.getvalue().splitlines()] == ["H3 Load v1.0", "KSampler"]
+
+
+INFO = {"input": {"required": {"width": ["INT"], "ref_images": ["AUTOGROW"]}, "optional": {"seed": ["INT"]}}}
+
+
+@pytest.mark.parametrize("name", ["width", "seed", "ref_images.ref_image_0"])
+def test_inputs_that_the_node_has_are_taken(name):
+    assert cmd_queue.input_problem(name, f"1.{name}=3", "Node", INFO) is None
+
+
+def test_a_misspelt_input_is_named_with_the_ones_there_are():
+    problem = cmd_queue.input_problem("widht", "1.widht=3", "Node", INFO)
+    assert problem == "'1.widht=3': Node has no input 'widht'; it has width, ref_images, seed"
+
+
+def test_a_class_that_the_server_does_not_know_is_left_to_its_own_refusal():
+    assert cmd_queue.input_problem("widht", "1.widht=3", "Node", None) is None
+
+
+def test_a_misspelt_input_is_refused_before_anything_is_queued(monkeypatch, capsys):
+    from types import SimpleNamespace
+
+    from h3_vortex.frontdoor import client
+
+    class Server:
+        def __init__(self, url):
+            pass
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *exc):
+            pass
+
+        async def get(self, path):
+            assert path == "/object_info/Node"
+            return 200, {"Node": INFO}
+
+    monkeypatch.setattr(client, "Client", Server)
+    graph, args = {"1": {"class_type": "Node", "inputs": {"widht": 3}}}, SimpleNamespace(url="http://127.0.0.1:1")
+    assert asyncio.run(cmd_queue._queue(graph, {("1", "widht"): "1.widht=3"}, [], None, None, args)) == 2
+    assert "has no input 'widht'" in capsys.readouterr().err
