@@ -14,7 +14,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from . import environment, interpreter, locate
@@ -62,22 +64,42 @@ def run(args):
         environ["COMFYUI_DIR"] = str(tree.path)
         print(tree.describe())
     print(f"{python}: torch {device['torch']}, {device.get('name', 'no CUDA device')}")
-    lines, failed = [], False
-    for tier in args.tier or TIERS:
-        missing = why_missing(tier, tree, device)
-        if missing:
-            failed |= tier in required
-            verdict = "MISSING, and H3_REQUIRE asks for it" if tier in required else "not run"
-            lines.append(f"{tier:<10} {verdict}: {missing}")
-            continue
-        print(f"\n== tests/{tier}", flush=True)
+    tiers = args.tier or TIERS
+    missing = {tier: why_missing(tier, tree, device) for tier in tiers}
+    command = [str(python), "-c", PYTEST, str(ROOT), str(extra or ""), "--import-mode=importlib", "-rs"]
+
+    def pytest(tier, output=None):
+        """(pytest's exit status, seconds) of a tier."""
         began = time.monotonic()
-        command = [str(python), "-c", PYTEST, str(ROOT), str(extra or ""), "--import-mode=importlib", "-rs"]
-        code = subprocess.run([*command, *FOLDERS.get(tier, (f"tests/{tier}",)), *args.pytest], cwd=ROOT, env=environ).returncode
-        failed |= code != 0
-        lines.append(f"{tier:<10} {verdict_of(code)} in {time.monotonic() - began:.0f} s")
+        folders = FOLDERS.get(tier, (f"tests/{tier}",))
+        done = subprocess.run([*command, *folders, *args.pytest], cwd=ROOT, env=environ, stdout=output, stderr=output)
+        return done.returncode, time.monotonic() - began
+
+    results = {}
+    # The host tier mostly waits for servers and keeps one core busy, so the unit tier may have the other.
+    together = {"unit", "host"} <= {tier for tier in tiers if not missing[tier]} and (os.cpu_count() or 1) > 1
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output, ThreadPoolExecutor(1) as beside:
+        unit = beside.submit(pytest, "unit", output) if together else None
+        for tier in tiers:
+            if missing[tier] or (tier == "unit" and together):
+                continue
+            note = " (tests/unit runs beside it; its output follows)" if tier == "host" and together else ""
+            print(f"\n== tests/{tier}{note}", flush=True)
+            results[tier] = pytest(tier)
+            if tier == "host" and together:
+                results["unit"] = unit.result()
+                output.seek(0)
+                print(f"\n== tests/unit\n{output.read()}", flush=True)
+    lines = []
+    for tier in tiers:
+        if missing[tier]:
+            verdict = "MISSING, and H3_REQUIRE asks for it" if tier in required else "not run"
+            lines.append(f"{tier:<10} {verdict}: {missing[tier]}")
+        else:
+            code, seconds = results[tier]
+            lines.append(f"{tier:<10} {verdict_of(code)} in {seconds:.0f} s")
     print("\nTiers\n  " + "\n  ".join(lines), flush=True)
-    return 1 if failed else 0
+    return 1 if any(code for code, _ in results.values()) or any(missing[tier] for tier in required & set(tiers)) else 0
 
 
 def verdict_of(code):

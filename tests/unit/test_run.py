@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from h3_vortex.frontdoor import cli, cmd_test, interpreter, locate
@@ -104,15 +105,17 @@ def test_missing_tiers_say_in_one_line_what_enables_them(tier, tree, device, say
 def test_the_tiers_that_can_run_are_run(monkeypatch, capsys):
     """Which tiers are run, and the exit status, with pytest itself replaced."""
 
-    def run(require="", code=0):
+    def run(require="", code=0, tree=None):
         started = []
 
         def fake(command, **kwargs):
             started.append([part for part in command if part.startswith("tests/")][0])
+            if kwargs["stdout"] is not None:
+                kwargs["stdout"].write(f"what {started[-1]} says")
             return subprocess.CompletedProcess(command, code)
 
         monkeypatch.setenv("H3_REQUIRE", require)
-        monkeypatch.setattr(cmd_test.locate, "find_comfyui", lambda explicit: None)
+        monkeypatch.setattr(cmd_test.locate, "find_comfyui", lambda explicit: tree)
         monkeypatch.setattr(cmd_test, "test_python", lambda tree, named: (sys.executable, None))
         monkeypatch.setattr(cmd_test.environment, "output", lambda python, code: '{"torch": "x", "cuda": false}')
         monkeypatch.setattr(cmd_test.subprocess, "run", fake)
@@ -128,6 +131,14 @@ def test_the_tiers_that_can_run_are_run(monkeypatch, capsys):
     assert status == 1 and "no test was collected" in out
     with pytest.raises(Exception, match="the tiers are unit, host"):
         run(require="hots")
+    monkeypatch.setattr(cmd_test.os, "cpu_count", lambda: 2)
+    tree = SimpleNamespace(path="there", describe=lambda: "a ComfyUI")
+    status, started, out = run(tree=tree, require="host")
+    assert status == 0 and sorted(started) == ["tests/host", "tests/unit"]
+    assert out.index("== tests/host") < out.index("what tests/unit says") < out.index("host       passed")
+    assert run(tree=tree, code=1)[0] == 1
+    monkeypatch.setattr(cmd_test.os, "cpu_count", lambda: 1)
+    assert run(tree=tree)[1] == ["tests/unit", "tests/host"]
 
 
 def test_arguments_after_two_dashes_go_to_pytest():
