@@ -15,7 +15,7 @@ SOAK_NODES = "h3_soak_nodes"
 FLAGS = ("--whitelist-custom-nodes", PACK_FOLDER, TEST_NODES, SOAK_NODES, "--cache-classic")
 FORMATS = ("pruned_nvfp4", "pruned_int8_convrot", "pruned_bf16")
 LORAS = ("none", "core", "turbo")
-LONG = 60  # steps of a job that is to be cancelled: more than are done by the time the cancel arrives
+LONG = 400  # steps of a job that is to be cancelled: more than are done by the time the cancel arrives
 
 
 @dataclass(frozen=True)

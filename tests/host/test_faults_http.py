@@ -31,7 +31,7 @@ def test_two_servers_one_cache_and_a_kill_in_mid_run(start_server, base, tmp_pat
             expected = soak.run_all(one, [JOB.stock])[0][0]
 
             def kill(kind, data):
-                if kind == "progress" and data["value"] == 2:
+                if kind == "progress" and data["value"] >= 2:  # updates are throttled: a quick step may bring none
                     two.process.send_signal(signal.SIGKILL)
 
             with pytest.raises(ConnectionError, match="closed the connection before the graph was finished"):
