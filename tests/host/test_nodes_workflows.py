@@ -51,6 +51,8 @@ def test_graph_makes_a_playable_video(server, name, tmp_path):
     if "decode" in graph(name):
         assert "64 x 64, 5 frames = 0.208 s" in result.outputs["decode"]["text"][0]
     progress = [e["data"] for e in result.events if e["type"] == "progress" and e["data"].get("node") == "denoise"]
-    assert "packed rows: " in result.outputs["conditioning"]["text"][0]
+    # Another graph of this server may have made the same conditioning before: then the node did not run and says nothing.
+    cached = {at for event in result.events if event["type"] == "execution_cached" for at in event["data"]["nodes"]}
+    assert "conditioning" in cached or "packed rows: " in result.outputs["conditioning"]["text"][0]
     assert progress and progress[-1]["value"] == progress[-1]["max"] == steps
     assert not list((server.base / "output" / "h3_vortex_latents").glob("*"))
