@@ -14,6 +14,8 @@ from h3_vortex.workflows.source import graphs
 # A text with pictures costs the tiny text encoder a minute of two cores; the workflows that have them are run on request.
 ALL = bool(os.environ.get("H3_ALL_WORKFLOWS"))
 
+REFERENCES_TURBO = "minimax_h3_ref2v_turbo_4step_v0.1_comfyui_bf16.safetensors"  # of the official template with references
+
 
 @pytest.fixture(scope="session")
 def workflow_base(comfyui_tree, tiny_models, tmp_path_factory):
@@ -24,7 +26,8 @@ def workflow_base(comfyui_tree, tiny_models, tmp_path_factory):
         (models / source.parent.name).mkdir(exist_ok=True)
         shutil.copy(source, models / source.parent.name)
     turbo_file.write(models)
-    shutil.copy(models / "loras" / turbo_file.EIGHT, models / "loras" / graphs.TURBO_8)
+    for name in (graphs.TURBO_8, REFERENCES_TURBO):
+        shutil.copy(models / "loras" / turbo_file.EIGHT, models / "loras" / name)
     # The files that the workflows name, empty: there to choose on the canvas, never loaded.
     for name in bundled.NAMES:
         for node in bundled.read(f"{name}.json")["nodes"]:
