@@ -3,7 +3,7 @@
 Everything between the weights and the kernels is ComfyUI's: detection, operations, loading, the patcher, the samplers. So a
 wrapper on a clone of the patcher applies here as it does in a workflow.
 
-Weights are drawn per tensor from a generator seeded with its name: a BF16 and an INT8 model of one seed hold the same values.
+Weights are drawn per tensor from a generator seeded with its name: models of one seed hold the same values, before quantising.
 """
 
 import contextlib
@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ..h3 import tiny
 from .shapes import AUDIO_CHANNELS, LATENT_CHANNELS
 
-WEIGHTS = ("bf16", "int8")
+WEIGHTS = ("bf16", "int8", "nvfp4")
 ATTENTIONS = ("fa2", "cudnn", "kitchen", "sage")
-# The Linears that INT8-ConvRot checkpoints hold quantised, and their group size.
+# The Linears that quantised checkpoints hold quantised, and the group size of INT8-ConvRot.
 QUANTISED, CONVROT_GROUP = ("attn.qkv_proj", "attn.out_proj", "mlp.fc1", "mlp.fc2"), 256
 
 
@@ -43,8 +44,9 @@ def _draw(name, shape, dtype, device, seed):
 def state_dict(comfy, model, weights, device, seed=0):
     """A checkpoint of ``model`` (:class:`shapes.Model`) on ``device``.
 
-    ``weights``: ``bf16``, or ``int8`` for INT8-ConvRot as the official files are laid out (``weight`` int8,
-    ``weight_scale`` fp32 per output row, ``comfy_quant``). Names and dtypes come from ComfyUI's model itself.
+    ``weights``: ``bf16``; ``int8`` for INT8-ConvRot as the official files are laid out (``weight`` int8,
+    ``weight_scale`` fp32 per output row, ``comfy_quant``); ``nvfp4``, whose products are W4A4 where the GPU has FP4 tensor cores and
+    run in full precision elsewhere. Names and dtypes come from ComfyUI's model itself.
     """
     if weights not in WEIGHTS:
         raise ValueError(f"unknown weights {weights!r}: use {', '.join(WEIGHTS)}")
@@ -69,14 +71,16 @@ def state_dict(comfy, model, weights, device, seed=0):
     for name, like in skeleton.state_dict().items():
         tensor = _draw(name, like.shape, like.dtype, device, seed)
         layer = name.removesuffix(".weight")
-        if weights == "int8" and name.startswith("blocks.") and layer.endswith(QUANTISED) and layer != name:
+        if weights == "bf16" or not name.startswith("blocks.") or not layer.endswith(QUANTISED) or layer == name:
+            checkpoint[name] = tensor
+        elif weights == "nvfp4":
+            checkpoint |= {f"{layer}.{suffix}": part for suffix, part in tiny.nvfp4(tensor).items()}
+        else:
             data, params = layout.quantize(tensor, per_channel=True, convrot=True, convrot_groupsize=CONVROT_GROUP)
             checkpoint[name] = data
             checkpoint[f"{layer}.weight_scale"] = params.scale.float()
             # ComfyUI reads the note with numpy, so it stays on the CPU.
             checkpoint[f"{layer}.comfy_quant"] = torch.tensor(list(note.encode()), dtype=torch.uint8)
-        else:
-            checkpoint[name] = tensor
     return checkpoint
 
 

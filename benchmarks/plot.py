@@ -16,7 +16,7 @@ from ._pack import ROOT
 
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "img"
 ROWS = shapes.JOBS["canonical"].rows
-WEIGHTS = {"bf16": "BF16", "int8": "INT8-ConvRot"}
+WEIGHTS = {"bf16": "BF16", "int8": "INT8-ConvRot", "nvfp4": "NVFP4"}
 SIDES = {"stock": "stock", "exact": "this pack"}
 COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#999933", "#882255", "#44aa99", "#ddaa77", "#777777")
 

@@ -13,7 +13,7 @@ from . import _comfy, candidates, full_size, harness, shapes
 PLAN_ATTENTION = {"fa2": 0.44, "cudnn": 0.70, "kitchen": 0.57, "sage": 0.53}
 PLAN_BANDWIDTH = 0.42  # stock's elementwise kernels against a plain copy
 TOO_LARGE = "out of GPU memory: --weights int8 takes half of bf16, --shape 864x480x124 less beside them, --blocks N cuts the model"
-PLAN_BUILD_S = {"bf16": 10, "int8": 15}
+PLAN_BUILD_S = {"bf16": 10, "int8": 15, "nvfp4": 15}
 
 
 def words(text):
@@ -44,7 +44,7 @@ def add_common(parser):
 def arguments(argv):
     parser = argparse.ArgumentParser(prog="python benchmarks step", description=__doc__)
     add_common(parser)
-    parser.add_argument("--weights", type=words, default=["bf16"], help="bf16,int8 (default: bf16)")
+    parser.add_argument("--weights", type=words, default=["bf16"], help="bf16,int8,nvfp4 (default: bf16)")
     parser.add_argument("--attention", type=words, default=["fa2"],
                         help=f"{','.join(full_size.ATTENTIONS)}; fa2 is ComfyUI's default (default: fa2)")  # fmt: skip
     parser.add_argument("--only", type=words, help="WEIGHTS:ATTENTION pairs to run instead of all combinations")

@@ -12,7 +12,7 @@ from .harness import RESULTS, ROOT
 
 README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.S)
-WEIGHTS = {"bf16": "BF16", "int8": "INT8-ConvRot"}
+WEIGHTS = {"bf16": "BF16", "int8": "INT8-ConvRot", "nvfp4": "NVFP4"}
 ATTENTION = {"fa2": "SDPA (FlashAttention-2)", "cudnn": "cuDNN", "kitchen": "kitchen INT8", "sage": "SageAttention 1.0.6"}
 CANDIDATES = {"exact": "fused, exact", "fastest": "fastest dense attention alone", "exact_fastest": "fused + fastest dense"}
 ROWS = 37_810

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from ..kernels.patch import ops
+from ..kernels.patch import ops, scheduled
 from . import _comfy, candidates, full_size, harness, shapes
 from .step import add_common
 
@@ -67,17 +67,22 @@ class Watch:
 def products(comfy, model, rows):
     """While the block runs, keeps what the Linears of the watched blocks give for ``rows`` rows.
 
-    Yields ``{(block, "qkv" | "out_proj" | "fc1" | "fc2"): output}``. Forward hooks would make the pack step aside, so the three calls
-    that a Linear of either side ends in are listened to: torch's, comfy-kitchen's INT8 one (stock's fc2), the pack's INT8 one.
+    Yields ``{(block, "qkv" | "out_proj" | "fc1" | "fc2"): output}``. Forward hooks would make the pack step aside, so the calls that a
+    Linear of either side ends in are listened to: torch's, comfy-kitchen's INT8 one (stock's fc2), the pack's INT8 and NVFP4 ones.
     """
     names = {shape: name for name, shape in model.gemms().items()}
-    blocks, kept, counts = watched_blocks(model.blocks), {}, dict.fromkeys(names.values(), 0)
+    blocks, kept, counts, inside = watched_blocks(model.blocks), {}, dict.fromkeys(names.values(), 0), []
 
-    def listening(call):
-        def listen(x, weight, *args, **kwargs):
-            out = call(x, weight, *args, **kwargs)
-            name = names.get(tuple(weight.shape))
-            if name and tuple(out.shape) == (rows, weight.shape[0]):
+    def listening(call, weight_of):
+        def listen(*args, **kwargs):
+            inside.append(call)  # a quantised weight's call may end in torch's with the plain one: one product
+            try:
+                out = call(*args, **kwargs)
+            finally:
+                inside.pop()
+            shape = tuple(weight_of(args).shape)
+            if not inside and out is not None and shape in names and tuple(out.shape) == (rows, shape[0]):
+                name = names[shape]
                 if counts[name] in blocks:
                     kept[counts[name], name] = out.clone()  # rope rotates the original in place
                 counts[name] += 1
@@ -85,9 +90,16 @@ def products(comfy, model, rows):
 
         return listen
 
+    def second(args):
+        return args[1]
+
+    def of_layer(args):
+        return args[2].weight
+
     with contextlib.ExitStack() as stack:
-        for home, name in ((torch.nn.functional, "linear"), (comfy.quant_ops.ck, "int8_linear"), (ops, "int8_gemm")):
-            stack.enter_context(mock.patch.object(home, name, listening(getattr(home, name))))
+        for home, name, weight_of in ((torch.nn.functional, "linear", second), (comfy.quant_ops.ck, "int8_linear", second),
+                                      (ops, "int8_gemm", second), (scheduled, "linear", of_layer)):  # fmt: skip
+            stack.enter_context(mock.patch.object(home, name, listening(getattr(home, name), weight_of)))
         yield kept
     wrong = {name: count for name, count in counts.items() if count != model.blocks}
     if wrong:

@@ -3,7 +3,7 @@
 // x stays in registers between the sum and the result, so it is read once. One row per block of 64 threads: with GATE, which writes x, no
 // row may be processed twice.
 //
-// Defines: N row width (multiple of 8), GATE, TABLE_F32, MIN_BLOCKS per SM, AHEAD (vectors of `other` loaded ahead),
+// Defines: N row width (multiple of 8), GATE, TABLE_F32 (0: the caller rounds the tables), MIN_BLOCKS per SM, AHEAD (vectors of `other` loaded ahead),
 // and GATE_TWICE (common.cuh).
 #include "common.cuh"
 #include "rms.cuh"

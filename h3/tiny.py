@@ -91,7 +91,7 @@ def dit_state_dict(format_name, seed=0):
     weights = _bf16_state_dict(generator("dit_pruned" if pruned else "dit", seed), pruned)
     if quant == "bf16":
         return weights
-    return quantize_blocks(weights, {"nvfp4": _nvfp4, "int8_convrot": _int8_convrot, "fp8_scaled": _fp8_scaled}[quant])
+    return quantize_blocks(weights, {"nvfp4": nvfp4, "int8_convrot": _int8_convrot, "fp8_scaled": _fp8_scaled}[quant])
 
 
 def _bf16_state_dict(gen, pruned):
@@ -169,7 +169,8 @@ def quantize_blocks(weights, quantize):
     return out
 
 
-def _nvfp4(weight):
+def nvfp4(weight):
+    """``{suffix: tensor}`` of a Linear ``weight`` [N, K] stored as NVFP4: as the official files hold it, without an input scale."""
     import comfy_kitchen
 
     tensor_scale = (weight.float().abs().amax() / (E4M3_MAX * E2M1_MAX)).to(torch.float32)

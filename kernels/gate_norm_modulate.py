@@ -44,15 +44,16 @@ OPS = Variants("rounding", once=OP, twice=Op("gate_norm_modulate_twice", referen
 
 def _plan_cuda(x, other, gate, weight, shift, scale, rows, eps, twice):
     tokens, width = x.shape
-    compiled = norm_modulate.kernel(width, True, shift.dtype, x.get_device(), twice)
-    strides = x.stride(0), other.stride(0), gate.stride(0), scale.stride(0), shift.stride(0), eps
+    compiled = norm_modulate.kernel(width, True, x.get_device(), twice)
+    x_stride, other_stride = x.stride(0), other.stride(0)
 
     def launch(x, other, gate, weight, shift, scale, rows, eps):
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if tokens:
+            gate, shift, scale = map(segments.rounded, (gate, shift, scale))  # live until the launch is queued
             compiled.launch(
                 tokens, 64, x.data_ptr(), other.data_ptr(), gate.data_ptr(), weight.data_ptr(), scale.data_ptr(), shift.data_ptr(),
-                out.data_ptr(), rows.data_ptr(), *strides,
+                out.data_ptr(), rows.data_ptr(), x_stride, other_stride, gate.stride(0), scale.stride(0), shift.stride(0), eps,
             )
         return out
 
@@ -66,7 +67,6 @@ _CONSTRAINTS = rules.cuda(
     },
     rules.TORCH_RMS_NORM,
     rules.width("x", rules.MAX_NORM_WIDTH),
-    rules.one_table_dtype("gate", "shift", "scale"),
     rules.vector_rows("x", "other", "weight", "gate", "shift", "scale"),
 )
 for _rounding, _op in OPS.items():

@@ -31,17 +31,17 @@ def check(h, shift, scale, rows, tensor_scale, contract) -> None:
 OP = Op("modulate_nvfp4", reference, ("h", "shift", "scale", "rows", "tensor_scale", "contract"), check)
 
 
-def _strip(x, shift, normed: bool, dynamic: bool) -> Strip:
+def _strip(x, tables: torch.dtype, normed: bool, dynamic: bool) -> Strip:
     return Strip(
         "modulate_nvfp4", ("PPPPPP", "qqq"), x.shape, x.get_device(), dynamic,
-        amax_pass=not normed, NORM=normed, TABLE_F32=shift.dtype == torch.float32,
+        amax_pass=not normed, NORM=normed, TABLE_F32=tables == torch.float32,
     )
 
 
 def _plan_cuda(h, shift, scale, rows, tensor_scale, contract):
     if h.shape[0] == 0:
         return lambda h, shift, scale, rows, tensor_scale, contract: empty_triple(h, h.shape[1], tensor_scale)
-    strip = _strip(h, shift, normed=False, dynamic=tensor_scale is None)
+    strip = _strip(h, shift.dtype, normed=False, dynamic=tensor_scale is None)
     device, strides = h.device, (h.stride(0), scale.stride(0), shift.stride(0))
 
     def launch(h, shift, scale, rows, tensor_scale, contract):
@@ -130,20 +130,22 @@ NORM_OP = Op(
 class _NormedRows:
     """Launches of the norm forms: ``norm_modulate_nvfp4.cu``, and for a dynamic tensor scale the strip kernel after it."""
 
-    def __init__(self, x, shift, gated: bool, dynamic: bool):
+    def __init__(self, x, gated: bool, dynamic: bool):
         self.tokens, width = x.shape
         self.dynamic = dynamic
-        self.strip = _strip(x, shift, normed=True, dynamic=True) if dynamic else None
+        self.strip = _strip(x, torch.bfloat16, normed=True, dynamic=True) if dynamic else None
         registers = 4 * -(-width // 512) + 40 + (20 if gated else 0)  # the row's share of a thread, the residual's loads ahead, the rest
         self.grid = self.tokens if dynamic else nvfp4_quantize.padded(*x.shape)[2]
         self.columns = width
         self.rows_kernel = nvrtc.kernel(
             "norm_modulate_nvfp4", "PPPPPPPPPPPPqqqqqif", x.get_device(), K=width, N=width, GATE=gated, PACK=not dynamic, DYNAMIC=dynamic,
-            TABLE_F32=shift.dtype == torch.float32, AHEAD=norm_modulate.AHEAD, MIN_BLOCKS=min(16, 65536 // (64 * registers)),
+            TABLE_F32=False, AHEAD=norm_modulate.AHEAD, MIN_BLOCKS=min(16, 65536 // (64 * registers)),
         )
 
     def __call__(self, x, other, gate, weight, shift, scale, rows, eps, tensor_scale) -> Triple:
         device = x.device
+        shift, scale = segments.rounded(shift), segments.rounded(scale)  # live until the launches are queued
+        gate = None if gate is None else segments.rounded(gate)
         pointers = (
             x.data_ptr(), 0 if other is None else other.data_ptr(), 0 if gate is None else gate.data_ptr(), weight.data_ptr(),
             scale.data_ptr(), shift.data_ptr(), rows.data_ptr(),
@@ -168,7 +170,7 @@ class _NormedRows:
 def _norm_plan_cuda(x, weight, shift, scale, rows, eps, tensor_scale, contract):
     if x.shape[0] == 0:
         return lambda x, weight, shift, scale, rows, eps, tensor_scale, contract: empty_triple(x, x.shape[1], tensor_scale)
-    launches = _NormedRows(x, shift, gated=False, dynamic=tensor_scale is None)
+    launches = _NormedRows(x, gated=False, dynamic=tensor_scale is None)
 
     def launch(x, weight, shift, scale, rows, eps, tensor_scale, contract):
         return launches(x, None, None, weight, shift, scale, rows, eps, tensor_scale)
@@ -181,7 +183,7 @@ def _norm_constraints(*tables: str, other: tuple[str, ...] = ()):
     return rules.cuda(
         {name: rules.TABLE if name in tables else rules.BF16 for name in names},
         CUDA_CONTRACT, rules.TORCH_RMS_NORM, block_columns("x"), rules.width("x", rules.MAX_NORM_WIDTH),
-        rules.one_table_dtype(*tables), rules.vector_rows(*names),
+        rules.vector_rows(*names),
     )
 
 
@@ -253,7 +255,7 @@ GATE_NORM_OP = Op(
 def _gate_norm_plan_cuda(x, other, gate, weight, shift, scale, rows, eps, tensor_scale, contract):
     if x.shape[0] == 0:
         return lambda x, *rest: empty_triple(x, x.shape[1], rest[-2])
-    launches = _NormedRows(x, shift, gated=True, dynamic=tensor_scale is None)
+    launches = _NormedRows(x, gated=True, dynamic=tensor_scale is None)
 
     def launch(x, other, gate, weight, shift, scale, rows, eps, tensor_scale, contract):
         return launches(x, other, gate, weight, shift, scale, rows, eps, tensor_scale)

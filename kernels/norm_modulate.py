@@ -29,7 +29,7 @@ OP = Op("norm_modulate", reference, ("x", "weight", "shift", "scale", "rows", "e
 AHEAD = 3  # vectors of the residual branch loaded ahead of their use (gate form)
 
 
-def kernel(width: int, gated: bool, tables: torch.dtype, index: int, twice: bool = False) -> nvrtc.Kernel:
+def kernel(width: int, gated: bool, index: int, twice: bool = False) -> nvrtc.Kernel:
     """``csrc/norm_modulate.cu`` for one width: one row per block of 64 threads.
 
     The occupancy asked for is what the registers allow: a thread holds its share of the row (4 per 16-byte vector), the loads ahead
@@ -38,22 +38,23 @@ def kernel(width: int, gated: bool, tables: torch.dtype, index: int, twice: bool
     registers = 4 * -(-width // 512) + 36 + (20 if gated else 0)
     return nvrtc.kernel(
         "norm_modulate", "PPPPPPPPqqqqqf", index,
-        N=width, GATE=gated, TABLE_F32=tables == torch.float32, AHEAD=AHEAD, MIN_BLOCKS=min(16, 65536 // (64 * registers)),
+        N=width, GATE=gated, TABLE_F32=False, AHEAD=AHEAD, MIN_BLOCKS=min(16, 65536 // (64 * registers)),
         GATE_TWICE=twice,
     )
 
 
 def _plan_cuda(x, weight, shift, scale, rows, eps):
     tokens, width = x.shape
-    compiled = kernel(width, False, shift.dtype, x.get_device())
-    strides = x.stride(0), 0, 0, scale.stride(0), shift.stride(0), eps
+    compiled = kernel(width, False, x.get_device())
+    x_stride = x.stride(0)
 
     def launch(x, weight, shift, scale, rows, eps):
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if tokens:
+            shift, scale = segments.rounded(shift), segments.rounded(scale)  # live until the launch is queued
             compiled.launch(
                 tokens, 64, x.data_ptr(), 0, 0, weight.data_ptr(), scale.data_ptr(), shift.data_ptr(), out.data_ptr(),
-                rows.data_ptr(), *strides,
+                rows.data_ptr(), x_stride, 0, 0, scale.stride(0), shift.stride(0), eps,
             )
         return out
 
@@ -67,7 +68,6 @@ OP.add_backend(
         {"x": rules.BF16, "weight": rules.BF16, "shift": rules.TABLE, "scale": rules.TABLE},
         rules.TORCH_RMS_NORM,
         rules.width("x", rules.MAX_NORM_WIDTH),
-        rules.one_table_dtype("shift", "scale"),
         rules.vector_rows("x", "weight", "shift", "scale"),
     ),
 )

@@ -74,11 +74,6 @@ def defines(columns: int, gated: bool) -> dict[str, int]:
     return {"K": columns, "MIN_BLOCKS": 8, "MULS": 0, "GATE": int(gated), "TABLE_F32": 0}
 
 
-def _bf16(table: torch.Tensor) -> torch.Tensor:
-    """A rounded copy of a table (a few rows) costs less than reading fp32 for every token."""
-    return table if table.dtype == torch.bfloat16 else table.to(torch.bfloat16)
-
-
 def _plan(x, gated):
     rows, columns = x.shape
     device, x_stride = x.device, x.stride(0)
@@ -87,7 +82,7 @@ def _plan(x, gated):
     def launch(x, other, gate, weight, shift, scale, row_map, eps):
         q, row_scale = quantize_rotate_int8.empty_pair(rows, columns, device)
         if rows:
-            shift, scale, gate = _bf16(shift), _bf16(scale), _bf16(gate)  # live until the launch is queued
+            shift, scale, gate = map(segments.rounded, (shift, scale, gate))  # live until the launch is queued
             kernel.launch(
                 rows, 64, x.data_ptr(), other.data_ptr(), gate.data_ptr(), weight.data_ptr(), shift.data_ptr(), scale.data_ptr(),
                 row_map.data_ptr(), q.data_ptr(), row_scale.data_ptr(),

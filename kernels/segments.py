@@ -49,6 +49,14 @@ def row_map(segments, n_rows: int, device) -> torch.Tensor:
     ])
 
 
+def rounded(table: torch.Tensor) -> torch.Tensor:
+    """An AdaLN table in bf16, as stock rounds it at each use.
+
+    For the kernels that hold a row of the stream in registers: a copy of a few rows costs less there than fp32 loads for every token.
+    """
+    return table if table.dtype == torch.bfloat16 else table.to(torch.bfloat16)
+
+
 def runs(rows: torch.Tensor):
     """``(start, stop, row)`` covering a row map in order, for the eager references: ``table[row]`` is what stock indexes with.
 

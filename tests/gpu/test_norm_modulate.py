@@ -42,6 +42,16 @@ def test_one_row_per_token(gpu):
     data.assert_stock_bytes(stock.make("norm_modulate", 3100, gpu, segments=[(0, 100, 2), (100, 3100, rows)]), "cuda")
 
 
+def test_tables_of_two_dtypes(gpu):
+    x, weight = torch.randn(300, 5376, device=gpu).bfloat16(), torch.randn(5376, device=gpu).bfloat16()
+    shift, scale = stock.tables(5376, gpu, torch.float32, 2)
+    segments = [(0, 100, 1), (100, 300, 3)]
+    expected = stock.norm_modulate(x, weight, shift, scale.bfloat16(), segments, 1e-5)
+    with data.use_backend("cuda"):
+        got = norm_modulate(x, weight, shift, scale.bfloat16(), row_map(segments, 300, gpu), 1e-5)
+    assert data.differing([got], [expected]) == 0
+
+
 @pytest.mark.parametrize("eps", [1e-6, 0.0, 0.5])
 def test_eps(gpu, eps):
     data.assert_stock_bytes(stock.make("norm_modulate", 1000, gpu, eps=eps, draw=data.draw("row_scales")), "cuda")

@@ -63,21 +63,27 @@ def test_the_model_is_comfyuis_own(core, patcher):
     assert type(dit) is core.minimax.MiniMaxH3Model and len(dit.blocks) == TINY.blocks
     assert dit.use_adaln_curves and dit.blocks[0].adaln_proj.linear.in_features == TINY.curve[1]
     weight = dit.blocks[1].mlp.fc2.weight
-    if getattr(weight, "_layout_cls", None):
-        assert weight._layout_cls == "TensorWiseINT8Layout"
+    layout = getattr(weight, "_layout_cls", None)
+    if layout == "TensorCoreNVFP4Layout":
+        assert weight._qdata.dtype == torch.uint8 and tuple(weight.shape) == (TINY.hidden, TINY.ffn)
+    elif layout:
+        assert layout == "TensorWiseINT8Layout"
         assert weight._params.convrot and weight._params.convrot_groupsize == full_size.CONVROT_GROUP
     else:
         # On a CPU ComfyUI turns BF16 weights into FP32 as it loads them.
         assert type(weight) is torch.nn.Parameter and weight.dtype == model.get_dtype_inference()
 
 
-def test_bf16_and_int8_hold_the_same_values(core):
-    plain, packed = (full_size.state_dict(core, TINY, weights, DEVICE, seed=3) for weights in full_size.WEIGHTS)
+@pytest.mark.parametrize("weights, stored, beside", [
+    ("int8", torch.int8, {"weight_scale", "comfy_quant"}), ("nvfp4", torch.uint8, {"weight_scale", "weight_scale_2", "comfy_quant"}),
+], ids=["int8", "nvfp4"])  # fmt: skip
+def test_models_of_one_seed_hold_the_same_values(core, weights, stored, beside):
+    plain, packed = (full_size.state_dict(core, TINY, name, DEVICE, seed=3) for name in ("bf16", weights))
     packed_names = {name for name in packed if name not in plain}
-    assert {name.rsplit(".", 1)[1] for name in packed_names} == {"weight_scale", "comfy_quant"}
-    assert len(packed_names) == 2 * 4 * TINY.blocks
+    assert {name.rsplit(".", 1)[1] for name in packed_names} == beside
+    assert len(packed_names) == len(beside) * 4 * TINY.blocks
     for name, tensor in plain.items():
-        if packed[name].dtype == torch.int8:
+        if packed[name].dtype == stored:
             assert f"{name}_scale" in packed_names
         else:
             assert torch.equal(tensor, packed[name]), name

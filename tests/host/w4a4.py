@@ -1,4 +1,4 @@
-"""NVFP4 x NVFP4 on the CPU: a reference ``scaled_mm_nvfp4`` for comfy-kitchen's registry, and layers switched to it. For tests only."""
+"""NVFP4 x NVFP4 without FP4 tensor cores: a reference ``scaled_mm_nvfp4`` for kitchen's registry, and layers switched to it. For tests only."""
 
 import contextlib
 import types
@@ -9,22 +9,23 @@ BACKEND = "h3_test_w4a4"
 
 
 def scaled_mm_nvfp4(a, b, tensor_scale_a, tensor_scale_b, block_scale_a, block_scale_b, bias=None, out_dtype=None, alpha=None):
-    """Dequantise both operands to fp32 and multiply: what the tensor cores compute, in another order."""
+    """Dequantise both operands and multiply: what the tensor cores compute, in another order (on a GPU with operands rounded to bf16)."""
     import comfy_kitchen
 
-    left = comfy_kitchen.dequantize_nvfp4(a, tensor_scale_a, block_scale_a, torch.float32)
-    right = comfy_kitchen.dequantize_nvfp4(b, tensor_scale_b, block_scale_b, torch.float32)
-    return torch.nn.functional.linear(left, right, None if bias is None else bias.float()).to(out_dtype)
+    dtype = torch.float32 if a.device.type == "cpu" else torch.bfloat16
+    left = comfy_kitchen.dequantize_nvfp4(a, tensor_scale_a, block_scale_a, dtype)
+    right = comfy_kitchen.dequantize_nvfp4(b, tensor_scale_b, block_scale_b, dtype)
+    return torch.nn.functional.linear(left, right, None if bias is None else bias.to(dtype)).to(out_dtype)
 
 
-def register():
+def register(device="cpu"):
     """Add the reference to kitchen's registry, in front of its own eager backend (which refuses the CPU)."""
     import comfy_kitchen
     from comfy_kitchen.constraints import FunctionConstraints
 
     module = types.ModuleType(BACKEND)
     module.scaled_mm_nvfp4 = scaled_mm_nvfp4
-    limits = FunctionConstraints(default_devices=frozenset({"cpu"}))
+    limits = FunctionConstraints(default_devices=frozenset({device}))
     comfy_kitchen.registry.register(BACKEND, module, {"scaled_mm_nvfp4": limits})
     comfy_kitchen.registry.set_priority(["cuda", "triton", BACKEND, "eager"])
 

@@ -16,7 +16,7 @@ NORM = {"N": 5376, "AHEAD": norm_modulate.AHEAD, "MIN_BLOCKS": 10}
     ("modulate", {**WIDTH, "TABLE_F32": True}),
     ("gate", {**WIDTH, "TABLE_F32": False}),
     ("swiglu", {"F": 14336, "THREADS": 224, "VECTORS": swiglu.VECTORS_PER_THREAD}),
-    ("norm_modulate", {**NORM, "GATE": False, "TABLE_F32": True}),
+    ("norm_modulate", {**NORM, "GATE": False, "TABLE_F32": False}),
     ("norm_modulate", {**NORM, "GATE": True, "TABLE_F32": False, "FORCE_FMA": True}),
     ("qk_norm_rope", {"HEADS": 3}),
     ("quantize_rotate_int8", quantize_rotate_int8.defines(7168)),

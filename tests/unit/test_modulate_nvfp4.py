@@ -167,8 +167,8 @@ ROW_DEFINES = {"K": 5376, "N": 5376, "AHEAD": norm_modulate.AHEAD, "MIN_BLOCKS":
 @pytest.mark.parametrize("name, defines", [
     ("modulate_nvfp4", {**DEFINES, "PACK": 0, "DYNAMIC": 1, "NORM": 0, "TABLE_F32": 0}),
     ("modulate_nvfp4", {**DEFINES, "PACK": 1, "DYNAMIC": 0, "NORM": 0, "TABLE_F32": 1}),
-    ("modulate_nvfp4", {**DEFINES, "PACK": 1, "DYNAMIC": 1, "NORM": 1, "TABLE_F32": 1}),
-    ("norm_modulate_nvfp4", {**ROW_DEFINES, "PACK": 0, "DYNAMIC": 1, "GATE": 1, "TABLE_F32": 1}),
+    ("modulate_nvfp4", {**DEFINES, "PACK": 1, "DYNAMIC": 1, "NORM": 1, "TABLE_F32": 0}),
+    ("norm_modulate_nvfp4", {**ROW_DEFINES, "PACK": 0, "DYNAMIC": 1, "GATE": 1, "TABLE_F32": 0}),
     ("norm_modulate_nvfp4", {**ROW_DEFINES, "PACK": 1, "DYNAMIC": 0, "GATE": 0, "TABLE_F32": 0, "FORCE_SOFTWARE": 1}),
 ], ids=str)  # fmt: skip
 def test_sources_compile(tmp_path, name, defines):
