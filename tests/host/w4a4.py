@@ -1,4 +1,4 @@
-"""NVFP4 x NVFP4 without FP4 tensor cores: a reference ``scaled_mm_nvfp4`` for kitchen's registry, and layers switched to it. For tests only."""
+"""NVFP4 x NVFP4 without FP4 tensor cores, for tests only: a reference ``scaled_mm_nvfp4`` for kitchen's registry, and layers set to it."""
 
 import contextlib
 import types
