@@ -54,20 +54,24 @@ def int8_ops(device):
 
 
 def nvfp4_ops(device):
-    """The five NVFP4 ops, tensor scale computed and given, and the software conversions; yields ``(description, differing elements)``."""
+    """The five NVFP4 ops, tensor scale computed and given, and the software conversions; yields ``(description, differing elements)``.
+
+    Shapes have an even number of 16 x 16 tiles: with an odd one comfy-kitchen's own ``quantize_nvfp4`` (0.2.31), which the results are
+    compared with, writes 128 bytes past its output. No layer of H3 has such a width.
+    """
     from h3_vortex.kernels import nvfp4_quantize, stock
     from h3_vortex.kernels.dispatch import use_backend
     from h3_vortex.tests.gpu.data import differing
 
     for op in stock.NVFP4_OPS:
-        for tokens, width, ffn in ((1, 16, 16), (37, 1008, 1008), (19, 5376, 14336), (130, 80, 80)):
+        for tokens, width, ffn in ((1, 32, 32), (19, 1008, 1008), (19, 5376, 14336), (130, 96, 96)):
             for scale in (None, 0.0015):
                 for table_dtype in (torch.float32, torch.bfloat16) if "modulate" in op else (torch.float32,):
                     case = stock.make(op, tokens, device, width=width, ffn=ffn, table_dtype=table_dtype, tensor_scale=scale)
                     with use_backend("cuda"):
                         got = case.ours(*case.inputs())
                     yield f"{op} {tokens} x {width} {table_dtype} {scale}", differing(got, case.stock(*case.inputs()))
-    x = torch.randn(37, 1008, device=device).bfloat16()
+    x = torch.randn(20, 1008, device=device).bfloat16()
     strip = nvfp4_quantize.Strip("nvfp4_quantize", ("P", "q"), x.shape, x.get_device(), True, FORCE_SOFTWARE=1)
     yield "nvfp4_quantize in software", differing(strip(device, None, (x.data_ptr(),), (x.stride(0),)), stock.quantize_nvfp4(x))
 
