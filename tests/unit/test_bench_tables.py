@@ -16,7 +16,7 @@ def test_no_table_is_empty(name):
 
 
 def test_no_result_with_differing_bytes_is_called_exact():
-    for result in ("step-h200", "step-fastest-h200"):
+    for result in tables.STEPS:
         for row in tables.load(result)["rows"]:
             if row["candidate"] == "exact":
                 assert row["equal_to_stock"] and row["repeatable"] and row["dispatch"]["stock"] == 0
