@@ -77,7 +77,7 @@ def step():
             if row["candidate"] == "stock":
                 stock[key] = row
             elif row["candidate"] == "exact" or not row["equal_to_stock"]:  # else stock's attention already is the fastest
-                shown[*key, row["candidate"]] = row, stock[key]
+                shown[(*key, row["candidate"])] = row, stock[key]
     rows = [[
         shape, f"{WEIGHTS[weights]} + {ATTENTION[attention]}", CANDIDATES[candidate],
         f"{stock['ms']['median'] / 1e3:.3f}", f"{row['ms']['median'] / 1e3:.3f}", f"**{row['speedup']['of_medians']:.3f}x**",

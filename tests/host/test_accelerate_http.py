@@ -91,7 +91,7 @@ def warm_up(server):
     result = server.queue({**keep, "warmup": {"class_type": "H3VortexWarmup", "inputs": inputs}})
     assert result.ok, result.message()
     told = json.loads(result.outputs["warmup"]["text"][0])
-    assert told["model_calls"] == 1 and fused(told, "gate_norm_modulate") == BLOCKS
+    assert told["model_calls"] == 1 and fused_forms(told, "gate_norm_modulate") == BLOCKS
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -99,13 +99,15 @@ def warm_up(server):
 def test_patched_is_stock(running, name, lora):
     expected = run(running, name, lora=lora)
     assert expected["report"] is None and all(0 < std < 100 for std in expected["std"])
+    # Between the two, so that both start from freshly loaded weights: under dynamic VRAM core's first use of an NVFP4 weight with a LoRA
+    # multiplies with the patched floating-point weight, later ones with the re-quantised copy it kept. Stock against stock differs as well.
+    assert run(running, name, lora=not lora)["sha256"] != expected["sha256"], "the LoRA does nothing"
     patched = run(running, name, lora=lora, accelerate="H3TestEager")
     assert patched["sha256"] == expected["sha256"]
     told = patched["report"]
     assert told["model_calls"] == STEPS and told["stepped_aside"] is None
     for op in ("norm_modulate", "gate_norm_modulate", "gate", "qk_norm_rope"):
         assert fused_forms(told, op) == STEPS * BLOCKS
-    assert run(running, name, lora=not lora)["sha256"] != expected["sha256"], "the LoRA does nothing"
 
 
 @pytest.mark.parametrize("lora", [False, True])

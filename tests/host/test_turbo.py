@@ -76,11 +76,13 @@ def test_every_layer_adds_its_branch_and_strength_zero_adds_nothing(load, name):
     with torch.inference_mode():
         for layer, adapter in adapters.items():
             linear = model.get_submodule(layer)
-            x = torch.randn(7, adapter.shape[1], generator=torch.Generator("cpu").manual_seed(1)).to(patcher.model.get_dtype_inference())
+            x = torch.randn(7, adapter.shape[1], generator=torch.Generator("cpu").manual_seed(1))
+            x = x.to(patcher.load_device, patcher.model.get_dtype_inference())
+            dense = adapter.dense().to(x.device)
             delta = (linear(x) - linear.forward(x)).double()
-            exact = 0.5 * x.double() @ adapter.dense().T
+            exact = 0.5 * x.double() @ dense.T
             # two roundings of a product and one of the sum, each of eps relative to what it rounds
-            size = x.double().norm(dim=1, keepdim=True) * adapter.dense().norm() + linear(x).double().abs()
+            size = x.double().norm(dim=1, keepdim=True) * dense.norm() + linear(x).double().abs()
             limit = 4 * torch.finfo(x.dtype).eps * size
             assert bool(((delta - exact).abs() <= limit).all()), layer
     assert sampling.same(base, sample(patcher)) and untouched(model)
@@ -127,10 +129,10 @@ def test_nvfp4_gets_the_same_delta_as_bf16(load):
         sample(turbo)
         layer = "blocks.0.mlp.fc1"
         linear = patcher.model.diffusion_model.get_submodule(layer)
-        x = torch.randn(33, adapters[layer].shape[1], generator=torch.Generator("cpu").manual_seed(1))
+        x = torch.randn(33, adapters[layer].shape[1], generator=torch.Generator("cpu").manual_seed(1)).to(patcher.load_device)
         with torch.inference_mode():
             deltas[name] = (linear(x) - linear.forward(x)).double()
-        exact = x.double() @ adapters[layer].dense().T
+        exact = x.double() @ adapters[layer].dense().to(x.device).T
         deltas[name] = float((deltas[name] - exact).norm() / exact.norm())
     assert all(error < 1e-6 for error in deltas.values()), deltas
     assert deltas["nvfp4"] <= 1.5 * deltas["bf16"], deltas
