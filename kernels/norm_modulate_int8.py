@@ -104,7 +104,7 @@ def _plan_cuda_gated(x, other, gate, weight, shift, scale, rows, eps):
 
 
 _DTYPES = {"x": rules.BF16, "weight": rules.BF16, "shift": rules.TABLE, "scale": rules.TABLE}
-_NORM = (rules.TORCH_RMS_NORM, rules.width("x", rules.MAX_NORM_WIDTH), rules.dense("rows"))
+_NORM = (rules.TORCH_RMS_NORM, rules.width("x", rules.MAX_NORM_WIDTH))
 OP.add_backend(
     "cuda", Planned(_plan_cuda), rules.cuda(_DTYPES, *_NORM, rules.vector_rows("x", "weight", "shift", "scale")))
 OP_GATED.add_backend(

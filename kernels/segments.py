@@ -78,7 +78,7 @@ def runs(rows: torch.Tensor):
 
 
 def check_modulation(op: str, name: str, h: torch.Tensor, rows: torch.Tensor, **tables: torch.Tensor) -> None:
-    """Raises ValueError unless ``h`` is ``[S, H]``, every table ``[R, H]`` with one R, and ``rows`` int32 ``[S]``, all on one device."""
+    """Raises ValueError unless ``h`` is ``[S, H]``, every table ``[R, H]`` with one R, ``rows`` dense int32 ``[S]``, all on one device."""
     if h.dim() != 2:
         raise ValueError(f"{op}: {name} must be [S, H], got shape {list(h.shape)}")
     first = next(iter(tables.values()))
@@ -87,10 +87,10 @@ def check_modulation(op: str, name: str, h: torch.Tensor, rows: torch.Tensor, **
             raise ValueError(f"{op}: {key} must be [R, {h.shape[1]}] with the R of the other tables, got shape {list(table.shape)}")
         if table.device != h.device:
             raise ValueError(f"{op}: {key} is on {table.device}, {name} on {h.device}")
-    if rows.dtype != torch.int32 or rows.shape != h.shape[:1] or rows.device != h.device:
+    if rows.dtype != torch.int32 or rows.shape != h.shape[:1] or rows.device != h.device or not rows.is_contiguous():
         raise ValueError(
-            f"{op}: rows must be int32 [{h.shape[0]}] on {h.device} (make it with segments.row_map), "
-            f"got {rows.dtype} {list(rows.shape)} on {rows.device}"
+            f"{op}: rows must be int32 [{h.shape[0]}] on {h.device}, without gaps (make it with segments.row_map), "
+            f"got {rows.dtype} {list(rows.shape)} on {rows.device}, strides {list(rows.stride())}"
         )
 
 

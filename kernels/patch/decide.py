@@ -1,9 +1,16 @@
 """Whether an op runs in place of stock's calls, in any host: switched on, able to run here, verified on this machine, counted."""
 
 import contextlib
+import functools
 
+from ..dispatch import use_backend
 from . import ops, verification
 from .report import Calls, Session
+
+
+def _on_backend(backend: str, judge, name: str, args):
+    with use_backend(backend):
+        return judge(name, args)
 
 
 class Deciding:
@@ -31,8 +38,11 @@ class Deciding:
         args = ops.complete(name, args)
         backend, reason = ops.backend(name, self.features, args)
         if reason is None:
+            device = args[0].device
+            # the sample is aligned where the call may not be, so the backend of the call is asked for by name
             verdict = self._verdict(
-                ops.case(name, args, args[0].device), args[0].device, lambda: self.compare(name, args), lambda: self.time(name, args))
+                ops.case(name, backend, args, device), device,
+                *(functools.partial(_on_backend, backend, judge, name, args) for judge in (self.compare, self.time)))
             if not verdict.equal:
                 backend, reason = None, f"bytes not those of stock: {verdict.note}"
         if reason is not None:

@@ -128,9 +128,9 @@ def backend(name: str, features: Features, args) -> tuple[str | None, str | None
     return None, "; ".join(reasons) or "has no backend but its reference"
 
 
-def case(name: str, args, device) -> str:
-    """What a verdict holds for: op, device, dtypes and widths of its arguments, and which optional ones are given."""
-    parts = [name, verification.device_name(device)]
+def case(name: str, backend: str, args, device) -> str:
+    """What a verdict holds for: op, backend, device, dtypes and widths of its arguments, and which optional ones are given."""
+    parts = [name, backend, verification.device_name(device)]
     for key, value in zip(operator(name).signature, args, strict=True):
         if hasattr(value, "dtype"):
             shape = "x".join(str(n) for n in value.shape[2 if key == "freqs" else 1 :])

@@ -59,7 +59,7 @@ class ModelCall(Deciding):
         self.rows_seen = x.shape[0]
         runs = args["mod_segments"]
         rows = self._rows(runs, x)
-        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = block.adaln_proj(args["t_emb"])
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = _rounded(block.adaln_proj(args["t_emb"]), x.dtype)
 
         attn, mlp = block.attn, block.mlp
         attention = args.get("attention")
@@ -164,9 +164,10 @@ class ModelCall(Deciding):
         if problem is None:
             with self.core.norm_weight(norm, x) as weight:
                 if gate is not None:
-                    h = self._modulated("gate_norm_modulate", takes, (x, other, gate, weight, shift, scale, rows, norm.eps), x)
-                    if h is not None:
-                        return h
+                    if _branch_problem(x, other) is None:
+                        h = self._modulated("gate_norm_modulate", takes, (x, other, gate, weight, shift, scale, rows, norm.eps), x)
+                        if h is not None:
+                            return h
                     self._gate(x, other, gate, runs, rows)
                 h = self._modulated("norm_modulate", takes, (x, weight, shift, scale, rows, norm.eps), x)
                 if h is not None:
@@ -200,7 +201,10 @@ class ModelCall(Deciding):
         return ops.as_quantized(triple, like.dtype, tuple(like.shape))
 
     def _gate(self, x, other, gate, runs, rows) -> None:
-        if self._try("gate", x, other, gate, rows) is None:
+        problem = _branch_problem(x, other)
+        if problem is not None:
+            self.calls.stock["gate", problem] += 1
+        if problem is not None or self._try("gate", x, other, gate, rows) is None:
             self.core.model._mod_gate(x, gate, other, runs)
 
     def _linear(self, linear, h, like):
@@ -214,8 +218,16 @@ class ModelCall(Deciding):
         """``linear`` of ``h``, quantised already or not; with a branch beside it, ``h`` is plain and quantised here for the base."""
         if takes.form == "plain" or not eligibility.side_paths(linear):
             return self._linear(linear, h, like)
+        return self._quantise_and_project(linear, h, takes)
+
+    def _quantise_and_project(self, linear, h, takes):
+        """``linear`` of plain ``h``, its base product from ``h`` quantised here where that may be."""
         ready = self._quantised(h, takes)
-        return linear(h) if ready is None else self._beside(linear, h, self._base(linear, ready, h))
+        if ready is None:
+            return linear(h)
+        out = self._base(linear, ready, h)
+        del ready  # a branch allocates
+        return self._beside(linear, h, out)
 
     def _quantised(self, h, takes):
         """Plain ``h`` in the form that a Linear takes, or None when it takes plain input or the op may not run."""
@@ -316,9 +328,7 @@ class ModelCall(Deciding):
         return reason is None
 
     def _out_proj(self, linear, heads):
-        takes = self._takes(linear, heads)
-        ready = self._quantised(heads, takes)
-        return linear(heads) if ready is None else self._beside(linear, heads, self._base(linear, ready, heads))
+        return self._quantise_and_project(linear, heads, self._takes(linear, heads))
 
     def _fc2(self, linear, box):
         """SwiGLU and FC2 of the ``[gate | up]`` in ``box`` (emptied). Stock folds the activation into kitchen's quantiser for INT8 only."""
@@ -328,7 +338,9 @@ class ModelCall(Deciding):
         if takes.form == "int8":
             pair = self._try("swiglu_int8", gate_up)
             if pair is not None:
-                return self._fc2_branches(linear, gate_up, self._linear(linear, pair, half))
+                out = self._linear(linear, pair, half)
+                del pair  # as large as half of what a branch needs here
+                return self._fc2_branches(linear, gate_up, out)
         elif self._in_front(linear, takes).form == "nvfp4":
             triple = self._try("swiglu_nvfp4", gate_up, takes.scale)
             if triple is not None:
@@ -349,3 +361,24 @@ class ModelCall(Deciding):
             return out
         h = self._try("swiglu", gate_up)
         return self._beside(linear, self.core.ops.INPUT_ACT_EAGER["swiglu"](gate_up) if h is None else h, out)
+
+
+def _rounded(tables, dtype):
+    """AdaLN tables in the stream's dtype: once per block what stock does at each use. Core's are the chunks of one tensor: one launch."""
+    first = tables[0]
+    if first.dtype == dtype:
+        return tables
+    (rows, width), stride = first.shape, first.stride()
+    step = width * first.element_size()
+    whole = stride == (len(tables) * width, 1) and all(
+        t.dtype == first.dtype and t.stride() == stride and t.data_ptr() == first.data_ptr() + i * step for i, t in enumerate(tables))
+    if not whole:  # another pack's projection
+        return [table.to(dtype) for table in tables]
+    return first.as_strided((rows, len(tables) * width), stride).to(dtype).chunk(len(tables), dim=-1)
+
+
+def _branch_problem(x, other) -> str | None:
+    """Why no op adds ``other`` to the stream ``x``, or None. Core's own branches always fit; stock takes others, such as wider ones."""
+    if other.dtype == x.dtype and other.shape == x.shape and other.device == x.device:
+        return None
+    return f"the branch is {other.dtype} {list(other.shape)} on {other.device}, the stream {x.dtype} {list(x.shape)} on {x.device}"

@@ -103,30 +103,30 @@ class _Injection:
 
     def __init__(self, ops, adapters, strength):
         self.ops, self.adapters, self.strength = ops, adapters, strength
-        self._hung = weakref.WeakKeyDictionary()  # diffusion model -> functions that undo
+        self._hung = weakref.WeakKeyDictionary()  # diffusion model -> ExitStack that undoes
         self._owner = weakref.WeakKeyDictionary()  # diffusion model -> id of the patcher that injected (weak references die before __del__)
 
     def inject(self, patcher):
         model = patcher.model.diffusion_model
+        if model not in self._hung:
+            holders = patcher.get_additional_models_with_key(KEY)
+            weights = next(holder.model for holder in holders if holder.model.adapters is self.adapters)
+            with contextlib.ExitStack() as hung:  # all of it, or none
+                for layer, adapter in self.adapters.items():
+                    linear = model.get_submodule(layer)
+                    branch = Branch(self.ops, weights.get_submodule(layer.replace(".", "_")), adapter, self.strength)
+                    if layer.endswith(".mlp.fc2") and getattr(linear, "layout_type", None) == INT8:
+                        # undone in reverse: the layer's last branch must be gone by then
+                        hung.callback(_take_over(self.ops, model.get_submodule(layer.removesuffix(".fc2"))))
+                    hung.callback(linear.register_forward_hook(branch).remove)
+                self._hung[model] = hung.pop_all()
         self._owner[model] = id(patcher)
-        if model in self._hung:
-            return
-        holders = patcher.get_additional_models_with_key(KEY)
-        weights = next(holder.model for holder in holders if holder.model.adapters is self.adapters)
-        undo = self._hung[model] = []
-        for layer, adapter in self.adapters.items():
-            linear = model.get_submodule(layer)
-            branch = Branch(self.ops, weights.get_submodule(layer.replace(".", "_")), adapter, self.strength)
-            undo.append(linear.register_forward_hook(branch).remove)
-            if layer.endswith(".mlp.fc2") and getattr(linear, "layout_type", None) == INT8:
-                mlp = model.get_submodule(layer.removesuffix(".fc2"))
-                undo.append(_take_over(self.ops, mlp))
 
     def eject(self, patcher):
         model = patcher.model.diffusion_model
         if self._owner.get(model) == id(patcher):
-            for undo in self._hung.pop(model, []):
-                undo()
+            if model in self._hung:
+                self._hung.pop(model).close()
 
 
 class Branch(SidePath):

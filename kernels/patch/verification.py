@@ -1,8 +1,9 @@
 """Byte-for-byte comparison with the stock chain, before first use, where the op is going to run.
 
-A verdict belongs to a case (op, device, dtypes, widths) and to an environment (GPU, driver, torch, comfy-kitchen, this pack's sources, the
-host's sources); it is remembered on disk, so a case costs a few milliseconds once per environment. A difference switches that case off for
-the process and is said once, loudly. Nothing here knows a host: the two sides of a comparison are given as functions.
+A verdict belongs to a case (op, backend, device, dtypes, widths) and to an environment (GPU, driver, torch, cuDNN, the packages that
+kernels come from, this pack's sources, the host's sources); it is remembered on disk, so a case costs a few milliseconds once per
+environment. A difference switches that case off for the process and is said once, loudly. Nothing here knows a host: the two sides of a
+comparison are given as functions.
 """
 
 import functools
@@ -21,6 +22,11 @@ log = logging.getLogger("h3_vortex")
 KIND, VERSION = "verdicts", 1
 SAMPLE_ROWS = 371  # neither a multiple of 16 nor of a tile: the padded paths are taken
 TIMED_ROWS = 4096
+# Distributions that the compared kernels of either side come from, or are compiled by.
+PACKAGES = (
+    "comfy-kitchen", "triton", "triton-windows", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12",
+    "sageattention", "flash-attn", "flash-attn-3",
+)
 PAYLOADS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
@@ -34,7 +40,7 @@ class Verdict:
 
 
 _lock = threading.RLock()
-_verdicts: dict[str, Verdict] = {}
+_verdicts: dict[tuple[str, str], Verdict] = {}  # by environment and case: two hosts compare one op with chains of their own
 _loaded: set[str] = set()
 
 
@@ -46,9 +52,9 @@ def device_name(device: torch.device) -> str:
 @functools.cache
 def environment(device: torch.device, host_digest: str) -> str:
     """File name of the verdicts that hold here."""
-    parts = [device_name(device), torch.__version__, str(torch.version.cuda), cache.version("comfy-kitchen"), cache.sources(), host_digest]
+    parts = [device_name(device), torch.__version__, str(torch.version.cuda), *map(cache.version, PACKAGES), cache.sources(), host_digest]
     if device.type == "cuda":
-        parts += [str(torch.cuda.get_device_capability(device)), nvrtc.driver_version()]
+        parts += [str(torch.cuda.get_device_capability(device)), nvrtc.driver_version(), str(torch.backends.cudnn.version())]
     return cache.digest(*parts)[:32] + ".json"
 
 
@@ -59,7 +65,7 @@ def _load(file: str) -> None:
             verdict = _remembered(data)
             if verdict is None:
                 continue  # not written by this code: the case is found anew
-            if _verdicts.setdefault(case, verdict) is verdict and not verdict.equal:
+            if _verdicts.setdefault((file, case), verdict) is verdict and not verdict.equal:
                 _shout(case, verdict)
 
 
@@ -86,7 +92,7 @@ def known(case: str, file: str) -> Verdict | None:
     """The verdict on ``case`` in this process or on disk; None when it has to be found."""
     with _lock:
         _load(file)
-        return _verdicts.get(case)
+        return _verdicts.get((file, case))
 
 
 def settle(
@@ -117,7 +123,7 @@ def settle(
             verdict = Verdict(False, note)
         else:
             verdict = Verdict(True, f"equal to stock on {SAMPLE_ROWS} rows", time() if time is not None else None)
-        _verdicts[case] = verdict
+        _verdicts[file, case] = verdict
         if not verdict.equal:
             _shout(case, verdict)
         if failure is None:
@@ -143,14 +149,15 @@ def difference(ours: list, stock: list) -> str | None:
 
 
 def summary() -> dict[str, dict]:
-    """``{case: {"equal", "note", "ms"}}`` of every verdict known to this process."""
+    """``{case: {"equal", "note", "ms"}}`` of every verdict known to this process; where two hosts' verdicts differ, the one against it."""
     # a copy in place of the lock: that one is held while a case is compiled and compared, and a server's event loop asks here
-    return {case: asdict(verdict) for case, verdict in sorted(_verdicts.copy().items())}
+    known_here = sorted(_verdicts.copy().items(), key=lambda entry: (entry[0][1], not entry[1].equal))
+    return {case: asdict(verdict) for (_, case), verdict in known_here}
 
 
 def timings() -> dict[str, dict]:
     """``{op: {"rows", "stock_ms", "kernel_ms"}}`` for the ops that were timed."""
-    timed = {case.split(" ")[0]: verdict.ms for case, verdict in _verdicts.copy().items() if verdict.ms is not None}
+    timed = {case.split(" ")[0]: verdict.ms for (_, case), verdict in _verdicts.copy().items() if verdict.ms is not None}
     return {op: {"rows": TIMED_ROWS, "stock_ms": round(ms[0], 4), "kernel_ms": round(ms[1], 4)} for op, ms in sorted(timed.items())}
 
 

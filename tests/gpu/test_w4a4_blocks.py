@@ -7,6 +7,7 @@ import pytest
 import torch
 from h3_vortex.benchmarks import _comfy, full_size, shapes, trajectory
 from h3_vortex.frontdoor import locate
+from h3_vortex.kernels import nvfp4_quantize
 from h3_vortex.tests.host import w4a4
 
 NEEDED_BYTES = 48 * 2**30
@@ -21,6 +22,10 @@ def core(gpu):
         found = None
     if found is None:
         pytest.skip("needs a ComfyUI: set COMFYUI_DIR")
+    if torch.cuda.get_device_capability(gpu) >= (10, 0):
+        pytest.skip("this GPU has FP4 tensor cores: tests/blackwell and run.py bench trajectory --weights nvfp4 use them")
+    if nvfp4_quantize.stock_contract(gpu) != "cuda":
+        pytest.skip("comfy-kitchen has no CUDA kernels here, whose bytes the fused ops give")
     if torch.cuda.get_device_properties(gpu).total_memory < NEEDED_BYTES:
         pytest.skip(f"the 50 blocks at 37,810 rows need {NEEDED_BYTES / 2**30:.0f} GiB of GPU memory")
     return _comfy.load(gpu)

@@ -83,6 +83,15 @@ def test_mlp_forward_replaced(model, api, plain):
     assert fused(told, "swiglu") == 0 and fused(told, "qk_norm_rope") == blocks(model)
 
 
+@pytest.mark.parametrize("name", [".attn", ".mlp"])
+def test_a_branch_in_a_wider_dtype(model, api, plain, name):
+    """Stock adds it to the stream as torch does; no op of the pack takes it."""
+    told = check(api, object_patch(model, name, lambda self, original, *args, **kw: original(*args, **kw).double() * 1.5), plain)
+    (reason,) = stock(told, "gate")
+    assert reason.startswith("the branch is torch.float64 [")
+    assert fused(told, "gate_norm_modulate") == (0 if name == ".attn" else blocks(model)) and fused(told, "norm_modulate") >= blocks(model)
+
+
 def test_block_forward_replaced(model, api, plain):
     def forward(self, original, x, t_emb, mod_segments, rope_freqs, transformer_options):
         return original(x, t_emb * 1.1, mod_segments, rope_freqs, transformer_options)

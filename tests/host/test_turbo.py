@@ -1,6 +1,7 @@
 """The side path in a real ComfyUI: exactness, composition with H3 Accelerate and other LoRAs, undoing, presets, every file form."""
 
 import logging
+import weakref
 
 import pytest
 import torch
@@ -186,7 +187,7 @@ def test_quantised_inputs_go_beside_the_branch(comfy, load, layers):
 def test_int8_pairs_go_beside_the_branch(comfy, tiny_models, monkeypatch):
     # the course of the runner with references in the place of kitchen's CUDA kernels; verdicts of an emulation are not kept
     from h3_vortex.h3 import turbo
-    from h3_vortex.kernels.patch import verification
+    from h3_vortex.kernels.patch import ops, side_path, verification
     from h3_vortex.kernels.patch.comfyui import report
     from h3_vortex.kernels.patch.runner import SIDE_PATH
 
@@ -202,6 +203,19 @@ def test_int8_pairs_go_beside_the_branch(comfy, tiny_models, monkeypatch):
     assert patcher.model.get_dtype_inference() == torch.bfloat16
     adapters = turbo.read(core_lora(patcher)).adapters
     int8_on_cpu.install(monkeypatch)
+    pairs, alive = [], []
+    gemm, add = ops.int8_gemm, side_path.Branch.add
+
+    def watched_gemm(pair, *args):
+        pairs.append(weakref.ref(pair[0]))
+        return gemm(pair, *args)
+
+    def watched_add(branch, x, out):
+        alive.extend(pair for pair in pairs if pair() is not None)
+        return add(branch, x, out)
+
+    monkeypatch.setattr(ops, "int8_gemm", watched_gemm)
+    monkeypatch.setattr(side_path.Branch, "add", watched_add)
     try:
         turbo_patcher = attach(patcher, adapters)
         alone = sample(turbo_patcher)
@@ -211,6 +225,7 @@ def test_int8_pairs_go_beside_the_branch(comfy, tiny_models, monkeypatch):
     finally:
         int8_on_cpu.uninstall()
         comfy.model_management.unload_all_models()
+    assert pairs and not alive, "a pair outlives its product: memory that stock does not take"
     told, calls = report(both), STEPS * 2
     assert told["stepped_aside"] is None
     assert sampling.stock(told, "quantised input (TensorWiseINT8Layout)") == {SIDE_PATH: 2 * calls}
@@ -287,6 +302,17 @@ def test_weights_are_a_model_of_their_own_and_go_with_it(comfy, load):
     comfy.model_management.unload_all_models()
     assert untouched(patcher.model.diffusion_model)
     assert sampling.same(sample(turbo), sample(attach(patcher, adapters_of(patcher))))
+
+
+def test_a_lora_hangs_whole_or_not_at_all(load):
+    patcher = load("int8_convrot")
+    adapters = adapters_of(patcher)
+    turbo = attach(patcher, {**adapters, "blocks.99.mlp.fc2": next(iter(adapters.values()))})
+    for _ in range(2):
+        with pytest.raises(AttributeError):
+            sample(turbo)
+        assert untouched(patcher.model.diffusion_model)
+    assert sampling.same(sample(attach(patcher, adapters)), sample(attach(patcher, adapters)))
 
 
 def test_a_clone_s_end_does_not_take_the_lora_off(load):

@@ -92,6 +92,7 @@ def test_no_tokens():
     (lambda h, shift, scale, rows: (h, shift, scale[:3], rows), r"scale must be \[R, 96\]"),
     (lambda h, shift, scale, rows: (h, shift, scale, rows.long()), "rows must be int32"),
     (lambda h, shift, scale, rows: (h, shift, scale, rows[1:]), r"rows must be int32 \[37\]"),
+    (lambda h, shift, scale, rows: (h, shift, scale, rows[:1].expand(37)), r"without gaps .* strides \[0\]"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_named(change, words):
     h, shift, scale = inputs()

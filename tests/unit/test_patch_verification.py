@@ -67,7 +67,7 @@ def test_an_equal_verdict_is_found_once_and_remembered(monkeypatch):
     forget(monkeypatch)
     verdict = settle("case", FILE, compare)
     assert verdict.equal and verdict.note.endswith("(remembered)") and len(calls) == 1
-    assert known("case", "other-environment.json") == verdict, "one process has one environment per device"
+    assert known("case", "other-environment.json") is None
 
 
 def test_a_difference_is_said_once_per_process_and_remembered(monkeypatch, caplog):
@@ -119,6 +119,21 @@ def test_a_corrupt_file_is_no_verdict(own_cache, monkeypatch):
 def test_the_environment_separates_hosts_and_devices():
     cpu = torch.device("cpu")
     assert verification.environment(cpu, "a") == verification.environment(cpu, "a") != verification.environment(cpu, "b")
+
+
+def test_a_verdict_of_one_host_is_none_of_another():
+    assert settle("case", "one.json", equal_pair).equal
+    assert known("case", "other.json") is None
+    assert not settle("case", "other.json", unequal_pair).equal and known("case", "one.json").equal
+    assert verification.summary()["case"]["equal"] is False, "what one host refuses is shown"
+
+
+@pytest.mark.parametrize("package", verification.PACKAGES)
+def test_another_version_of_a_kernel_package_is_another_environment(package, monkeypatch):
+    cpu, installed = torch.device("cpu"), verification.cache.version
+    before = verification.environment.__wrapped__(cpu, "host")
+    monkeypatch.setattr(verification.cache, "version", lambda name: "0.0.test" if name == package else installed(name))
+    assert verification.environment.__wrapped__(cpu, "host") != before
 
 
 def test_summary_is_plain_data():
