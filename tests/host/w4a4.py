@@ -19,7 +19,7 @@ def scaled_mm_nvfp4(a, b, tensor_scale_a, tensor_scale_b, block_scale_a, block_s
 
 
 def register(device="cpu"):
-    """Add the reference to kitchen's registry, in front of its own eager backend (which refuses the CPU). It stays, and serves ``device`` only."""
+    """Add the reference to kitchen's registry, in front of its own eager backend (which refuses the CPU). It stays there."""
     import comfy_kitchen
     from comfy_kitchen.constraints import FunctionConstraints
 
