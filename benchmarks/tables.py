@@ -54,7 +54,8 @@ def kernels():
             f"`{row['op']}`", ", ".join(filter(None, form)), f"{row['stock_ms']['median']:.3f}", f"{ours['ms']['median']:.3f}",
             f"**{ours['speedup']:.2f}x**", f"{ours['share_of_copy']:.2f}", str(ours["differing"])])
     head = ["op", "form", "stock ms", "ours ms", "speed-up", "share of copy bandwidth", "differing bytes"]
-    return where(result) + "\n" + table(head, rows)
+    share = f"Shares are of a copy of {ROWS:,} rows of the stream, {result['ceilings']['copy_rows_TBs']:.2f} TB/s.\n"
+    return where(result) + share + "\n" + table(head, rows)
 
 
 def attention():
@@ -63,7 +64,7 @@ def attention():
     rows = [
         [f"`{row['backend']}`", row["class"], f"{row['ms']['median']:.1f}", f"{row['TFLOPs']:.0f}", f"{row['speedup']:.2f}x",
          f"{row['relative_error']:.1e}", "yes" if row["equal_to_stock"] else "no"] for row in measured]
-    head = ["backend", "class", "ms", "TFLOP/s", "against stock", "error against fp32", "stock's bytes"]
+    head = ["backend", "class", "ms", "TFLOP/s", "against stock", "error against float64", "stock's bytes"]
     return where(result) + "\n" + table(head, rows)
 
 
@@ -81,9 +82,9 @@ def step():
     rows = [[
         shape, f"{WEIGHTS[weights]} + {ATTENTION[attention]}", CANDIDATES[candidate],
         f"{stock['ms']['median'] / 1e3:.3f}", f"{row['ms']['median'] / 1e3:.3f}", f"**{row['speedup']['of_medians']:.3f}x**",
-        "equal" if row["equal_to_stock"] else "other", f"{row['peak_bytes'] / stock['peak_bytes']:.2f}"]
+        str(row["ms"]["n"]), "equal" if row["equal_to_stock"] else "other", f"{row['peak_bytes'] / stock['peak_bytes']:.2f}"]
         for (weights, shape, attention, candidate), (row, stock) in sorted(shown.items(), key=_order)]
-    head = ["job", "stock runs", "this pack", "stock s/step", "ours s/step", "speed-up", "bytes", "peak memory, share of stock"]
+    head = ["job", "stock runs", "this pack", "stock s/step", "ours s/step", "speed-up", "rounds", "bytes", "peak memory, share of stock"]
     return where(*results) + "\n" + table(head, rows)
 
 
