@@ -59,7 +59,11 @@ class ModelCall(Deciding):
         self.rows_seen = x.shape[0]
         runs = args["mod_segments"]
         rows = self._rows(runs, x)
-        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = _rounded(block.adaln_proj(args["t_emb"]), x.dtype)
+        tables = block.adaln_proj(args["t_emb"])
+        problems = [eligibility.norm_problem(norm, x, self.core.ops.__name__) for norm in (block.norm1, block.norm2)]
+        if not any(problems):  # else a norm may give another dtype than the stream's, and stock rounds to that
+            tables = _rounded(tables, x.dtype)
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = tables
 
         attn, mlp = block.attn, block.mlp
         attention = args.get("attention")
@@ -70,7 +74,8 @@ class ModelCall(Deciding):
         if elsewhere:
             self._insist(elsewhere)
         takes = eligibility.Input() if elsewhere else self._takes(attn.qkv_proj, x)
-        h = self._norm_modulate(block.norm1, x, None, None, shift_msa, scale_msa, runs, rows, self._in_front(attn.qkv_proj, takes))
+        form = self._in_front(attn.qkv_proj, takes)
+        h = self._norm_modulate(block.norm1, problems[0], x, None, None, shift_msa, scale_msa, runs, rows, form)
         if elsewhere:
             self.calls.stock["attention", elsewhere] += 1
             self.session.attention = {"backend": "not this pack's", "chosen_by": elsewhere, "class": "as without this pack"}
@@ -85,7 +90,8 @@ class ModelCall(Deciding):
 
         elsewhere = eligibility.foreign(mlp, self.core.model.__name__)
         takes = eligibility.Input() if elsewhere else self._takes(mlp.fc1, x)
-        h = self._norm_modulate(block.norm2, x, gate_msa, other, shift_mlp, scale_mlp, runs, rows, self._in_front(mlp.fc1, takes))
+        form = self._in_front(mlp.fc1, takes)
+        h = self._norm_modulate(block.norm2, problems[1], x, gate_msa, other, shift_mlp, scale_mlp, runs, rows, form)
         del other
         if elsewhere:
             self.calls.stock["mlp", elsewhere] += 1
@@ -158,9 +164,11 @@ class ModelCall(Deciding):
 
     # -- pieces -----------------------------------------------------------------------------------------------------------------------
 
-    def _norm_modulate(self, norm, x, gate, other, shift, scale, runs, rows, takes):
-        """Gated residual (when ``gate`` is given), norm and modulation of ``x`` in the form the next Linear takes."""
-        problem = eligibility.norm_problem(norm, x, self.core.ops.__name__)
+    def _norm_modulate(self, norm, problem, x, gate, other, shift, scale, runs, rows, takes):
+        """Gated residual (when ``gate`` is given), norm and modulation of ``x`` in the form the next Linear takes.
+
+        ``problem``: why ``norm`` cannot be part of an op, or None.
+        """
         if problem is None:
             with self.core.norm_weight(norm, x) as weight:
                 if gate is not None:
@@ -364,7 +372,7 @@ class ModelCall(Deciding):
 
 
 def _rounded(tables, dtype):
-    """AdaLN tables in the stream's dtype: once per block what stock does at each use. Core's are the chunks of one tensor: one launch."""
+    """AdaLN tables in ``dtype``: once per block what stock does at each use. Core's are the chunks of one tensor: one launch."""
     first = tables[0]
     if first.dtype == dtype:
         return tables

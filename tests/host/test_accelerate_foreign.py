@@ -120,6 +120,22 @@ def test_hooks_are_called(model, api, plain, name):
             handle.remove()
 
 
+@pytest.mark.parametrize("name", ["norm1", "norm2"])
+def test_a_norm_in_a_wider_dtype(model, api, name):
+    """Stock rounds the tables of a curve model to the dtype of what the norm gives, which need not be the stream's."""
+    half = model.clone()
+    half.set_model_compute_dtype(torch.bfloat16)
+    plain = sample(half, KINDS)
+    norms = [block.get_submodule(name) for block in half.model.diffusion_model.blocks]
+    handles = [norm.register_forward_hook(lambda module, args, out: out.float()) for norm in norms]
+    try:
+        told = check(api, half, plain)
+        assert told["stepped_aside"] is None and fused(told, "gate") >= blocks(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def block_patch(scale):
     """A double_block replacement that changes the stream after the block, in place, as a ControlNet does."""
 
