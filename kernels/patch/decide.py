@@ -3,6 +3,8 @@
 import contextlib
 import functools
 
+import torch
+
 from ..dispatch import use_backend
 from . import ops, verification
 from .report import Calls, Session
@@ -24,6 +26,8 @@ class Deciding:
         self.calls = Calls()
         self.rows_seen = 0
         self._host_digest, self._pause = host_digest, pause
+        # the blocks of a model call repeat themselves: a look-up in place of a case's text
+        self._verdicts: dict[tuple, verification.Verdict] = {}
 
     def compare(self, name: str, args) -> tuple[list, list]:
         """Results of our op and of the host's chain on one sample like ``args``."""
@@ -39,10 +43,13 @@ class Deciding:
         backend, reason = ops.backend(name, self.features, args)
         if reason is None:
             device = args[0].device
-            # the sample is aligned where the call may not be, so the backend of the call is asked for by name
-            verdict = self._verdict(
-                ops.case(name, backend, args, device), device,
-                *(functools.partial(_on_backend, backend, judge, name, args) for judge in (self.compare, self.time)))
+            key = name, backend, *((arg.dtype, arg.shape, device) if isinstance(arg, torch.Tensor) else arg for arg in args)
+            verdict = self._verdicts.get(key)
+            if verdict is None:
+                # the sample is aligned where the call may not be, so the backend of the call is asked for by name
+                verdict = self._verdicts[key] = self._verdict(
+                    ops.case(name, backend, args, device), device,
+                    *(functools.partial(_on_backend, backend, judge, name, args) for judge in (self.compare, self.time)))
             if not verdict.equal:
                 backend, reason = None, f"bytes not those of stock: {verdict.note}"
         if reason is not None:
