@@ -1,5 +1,6 @@
-"""``python benchmarks NAME ...``: run one benchmark of the pack (``python benchmarks NAME --help`` for its options)."""
+"""``run.py bench NAME ...``, under a Python that has torch: one benchmark of the pack (``run.py bench NAME --help``: its options)."""
 
+import difflib
 import importlib
 import sys
 from pathlib import Path
@@ -19,7 +20,10 @@ def main(argv):
     if argv[1:2] == ["--compare"]:  # python benchmarks step --compare A.json B.json
         argv = ["compare", *argv[2:]]
     if not argv or argv[0] not in NAMES:
-        print(f"usage: python benchmarks {{{','.join(NAMES)}}} ...", file=sys.stderr)
+        print(f"usage: run.py bench {{{','.join(NAMES)}}} ...", file=sys.stderr)
+        if argv:
+            near = difflib.get_close_matches(argv[0], NAMES)
+            print(f"unknown benchmark {argv[0]}" + (f"; near it: {', '.join(near)}" if near else ""), file=sys.stderr)
         return 2
     # Running a folder puts that folder first on sys.path; a `step` or `block` importable at top level helps nobody.
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]

@@ -1,4 +1,4 @@
-"""``python benchmarks attention``: every attention backend that can run here, on one full-size projection, in one run.
+"""``run.py bench attention``: every attention backend that can run here, on one full-size projection, in one run.
 
 Rows: milliseconds (rounds in alternating order), error against float64 attention, whether the bytes are ComfyUI's, memory on top of q, k
 and v, tensors copied; for a backend that cannot run, why. ``--fastest`` adds what ``fastest dense`` measures and chooses by itself.
@@ -14,8 +14,10 @@ from ..kernels.attention import FASTEST, measure, plan, registry
 from ..kernels.attention.backend import guard
 from ..kernels.attention.call import Call
 from ..kernels.attention.environment import Environment
-from . import shapes
-from .harness import PowerLog, alternate, ceilings, guarded, log, out_path, pick_device, start_result, summary
+from . import command_line, model_arguments, shapes
+from .command_line import listed, one_of, positive, saying
+from .harness import alternate, ceilings, guarded, log, out_path, start_result, summary
+from .machine import PowerLog
 
 # comfy.ops.SDPA_BACKEND_PRIORITY of ComfyUI 0.33
 COMFYUI_ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -65,19 +67,23 @@ def _contenders(names, views, device):
     return able, rows
 
 
-def main(argv):
-    parser = argparse.ArgumentParser(prog="benchmarks attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="h3", help=f"{', '.join(shapes.MODELS)} (default h3)")
-    parser.add_argument("--job", default="canonical", help=f"{', '.join(shapes.JOBS)} or WIDTHxHEIGHTxFRAMES (default canonical)")
-    parser.add_argument("--backends", help="comma-separated names; default: all of them")
-    parser.add_argument("--rounds", type=int, default=5)
+def arguments(argv):
+    parser = command_line.parser("attention", __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    model_arguments.add_device(parser)
+    parser.add_argument("--model", type=saying(shapes.model), default="h3", help=f"{', '.join(shapes.MODELS)} (default: %(default)s)")
+    parser.add_argument("--job", "--shape", dest="job", type=saying(shapes.job), default="canonical",
+                        help=f"{model_arguments.SHAPES} (default: canonical)")  # fmt: skip
+    parser.add_argument("--backends", type=listed(one_of("backend", registry.CHOICES[2:])), default=list(registry.BACKENDS),
+                        help=f"{','.join(registry.CHOICES[2:])} (default: all but the sliced ones)")  # fmt: skip
+    parser.add_argument("--rounds", type=saying(positive), default=5, help="timed rounds (default: 5)")
     parser.add_argument("--fastest", action="store_true", help="also let fastest dense measure and choose")
-    parser.add_argument("--device")
-    parser.add_argument("--out")
-    args = parser.parse_args(argv)
-    device = pick_device(args.device)
-    model, job = shapes.model(args.model), shapes.job(args.job)
-    names = args.backends.split(",") if args.backends else list(registry.BACKENDS)
+    return parser.parse_args(argv)
+
+
+def main(argv):
+    args = arguments(argv)
+    model_arguments.require_gpu(args)
+    device, model, job, names = args.device, args.model, args.job, args.backends
     result = start_result("attention", device, argv)
     with torch.inference_mode(), guarded(result, out_path(args.out, "attention", device)):
         result["ceilings"] = ceilings(device, job.rows, model.hidden)
@@ -107,7 +113,8 @@ def main(argv):
                    "ms": ms, "TFLOPs": flop / ms["median"] / 1e9, "speedup": base / ms["median"],
                    "peak_bytes": max(s.peak_bytes for s in taken), **facts[name]}  # fmt: skip
             result["rows"].append(row)
-            log(f"{name:<16}{ms['median']:9.2f} ms {row['TFLOPs']:7.1f} TFLOP/s {row['speedup']:6.3f}x  error {row['relative_error']:.2e}"
+            speed = f"{row['TFLOPs']:7.1f} TFLOP/s {row['speedup']:6.3f}x  " if device.type == "cuda" else ""
+            log(f"{name:<16}{ms['median']:9.2f} ms {speed}error {row['relative_error']:.2e}"
                 f"  {'bytes of stock' if row['equal_to_stock'] else 'other bytes':<15} +{row['peak_bytes'] / 1e6:.0f} MB")  # fmt: skip
         if args.fastest:
             chosen = plan(FASTEST)

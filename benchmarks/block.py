@@ -6,7 +6,6 @@ Kernels are sorted into groups by the torch operator that launched them, its arg
 model is wrapped or replaced.
 """
 
-import argparse
 import json
 import re
 import statistics
@@ -16,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from . import _comfy, candidates, full_size, harness, shapes
-from .step import add_common, words
+from . import _comfy, candidates, command_line, full_size, harness, machine, model_arguments, shapes
+from .command_line import listed, one_of, positive, saying
 
 # A product's own name may speak of the quantised types it takes or gives back.
 MULTIPLIES = re.compile(r"gemm|cutlass|nvjet|xmma|dequant", re.I)
@@ -226,29 +225,32 @@ def profile(comfy, patcher, inputs, attention, model, device, rounds):
 
 
 def arguments(argv):
-    parser = argparse.ArgumentParser(prog="python benchmarks block", description=__doc__)
-    add_common(parser)
-    parser.set_defaults(blocks=4)
-    parser.add_argument("--weights", type=words, default=["bf16"], help="bf16,int8 (default: bf16)")
-    parser.add_argument("--attention", type=words, default=["fa2"], help=f"{','.join(full_size.ATTENTIONS)}")
-    parser.add_argument("--shape", default="canonical", help=f"{','.join(shapes.JOBS)} or WxHxFRAMES")
-    parser.add_argument("--candidates", type=words, default=["stock", "exact"])
-    parser.add_argument("--rounds", type=int, default=3, help="profiled forwards (default: 3)")
-    parser.add_argument("--kernels", type=int, default=60, help="kernels kept per row of the result (default: 60)")
-    chosen = parser.parse_args(argv)
-    if chosen.blocks < 2:
-        parser.error("--blocks must be at least 2: a block's worth of work is read between two QKV products")
+    parser = command_line.parser("block", __doc__)
+    model_arguments.add_common(parser)
+    parser.add_argument("--weights", type=listed(one_of("weights", full_size.WEIGHTS)), default="bf16",
+                        help=f"{model_arguments.WEIGHTS} (default: bf16)")  # fmt: skip
+    parser.add_argument("--attention", type=listed(one_of("attention", full_size.ATTENTIONS)), default="fa2",
+                        help=f"{','.join(full_size.ATTENTIONS)} (default: fa2)")  # fmt: skip
+    parser.add_argument("--shape", type=saying(shapes.job), default="canonical", help=f"{model_arguments.SHAPES} (default: canonical)")
+    parser.add_argument("--candidates", type=listed(one_of("candidate", candidates.CANDIDATES)), default="stock,exact",
+                        help=f"{','.join(candidates.CANDIDATES)} (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--rounds", type=saying(positive), default=3, help="profiled forwards (default: 3)")
+    parser.add_argument("--kernels", type=saying(positive), default=60, help="kernels kept per row of the result (default: 60)")
+    # A block's worth of work is read between two RoPE kernels, so it takes two blocks; more than four say nothing new.
+    chosen = model_arguments.parse(parser, argv, least_blocks=2)
+    if chosen.blocks is None:
+        chosen.model = chosen.model.with_blocks(min(4, chosen.model.blocks))
     return chosen
 
 
 def run(chosen, argv):
-    device = harness.pick_device(chosen.device)
-    model, job = shapes.model(chosen.model).with_blocks(chosen.blocks), shapes.job(chosen.shape)
+    device, model, job = chosen.device, chosen.model, chosen.shape
+    model_arguments.require_gpu(chosen)
     comfy = _comfy.load(device, chosen.comfyui)
     harness.log(f"ComfyUI {comfy.version} imported; device {device}")
     result = harness.start_result("block", device, argv, comfy.version)
     path = harness.out_path(chosen.out, "block", device)
-    with harness.guarded(result, path), torch.inference_mode(), harness.PowerLog(device, result):
+    with harness.guarded(result, path), torch.inference_mode(), machine.PowerLog(device, result):
         result["ceilings"] = harness.ceilings(device, job.rows, model.hidden)
         _comfy.first_sdpa_call(comfy, device)
         for weights in chosen.weights:
@@ -280,7 +282,12 @@ def run(chosen, argv):
                                 {group: round(ms, 3) for group, ms in groups.items()})  # fmt: skip
             patcher = base = candidate = inputs = None
             full_size.release()
-    return 0
+    if harness.nothing_measured(result):
+        return 1
+    idle = candidates.idle(result["rows"], device)
+    for row in idle:
+        print(f"NOTHING WAS FUSED: {row['weights']} {row['attention']} {row['candidate']}")
+    return 1 if idle else 0
 
 
 def main(argv):

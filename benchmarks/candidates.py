@@ -73,3 +73,8 @@ def dispatch(account):
 def stood_by(row):
     """Whether a measured row of a candidate that keeps an account did nothing: all of it was stock."""
     return row.get("dispatch") is not None and row["dispatch"]["fused"] == 0
+
+
+def idle(rows, device):
+    """The rows in which a candidate that fuses fused nothing, on a GPU: there stock was measured twice. A CPU fuses nothing."""
+    return [row for row in rows if device.type == "cuda" and row["candidate"] != "fastest" and stood_by(row)]

@@ -1,10 +1,9 @@
-"""``python benchmarks check``: for this machine, each op and backend: can it run, does it give stock's bytes, how long does it take.
+"""``run.py bench check``: for this machine, each op and backend: can it run, does it give stock's bytes, how long does it take.
 
 On a GPU also the NVFP4 product of FC2 through cuBLASLt: whether the GPU has it, and what a schedule search finds. A few seconds; the inputs
 are random and smaller than a real job (``kernels`` measures at full size). ``--out FILE`` keeps all of it as the evidence to send.
 """
 
-import argparse
 import contextlib
 import sys
 
@@ -13,8 +12,9 @@ import torch
 from ..kernels import stock
 from ..kernels.cublaslt import Problem
 from ..kernels.gemm_schedule import search
-from . import gemm, int8_cases, shapes
-from .harness import guarded, pick_device, start_result
+from . import command_line, gemm, int8_cases, model_arguments, shapes
+from .command_line import listed, one_of
+from .harness import NO_SPEEDS, guarded, pick_device, start_result
 from .op_cases import as_comfyui, backends, device_times, make, stock_problem, wrong_elements
 
 OPS = (*stock.OPS, *stock.NVFP4_OPS, *int8_cases.OPS)
@@ -54,32 +54,28 @@ def schedule(device) -> dict:
     return {"op": "gemm_schedule", "backend": "cublaslt", **outcome.as_dict()}
 
 
-def line(row: dict) -> str:
+def line(row: dict, speeds: bool) -> str:
     head = f"{row['op']:24} {row['backend']:7}"
     if row["reason"] is not None:
         return f"{head} not here: {row['reason']}"
     verdict = "stock's bytes" if not row["differing"] else f"{row['differing']} ELEMENTS DIFFER"
-    return f"{head} {verdict:20} {row['ms']:8.3f} ms, stock {row['stock_ms']:8.3f} ms, {row['ratio']:5.2f}x"
+    return f"{head} {verdict:20} {row['ms']:8.3f} ms, stock {row['stock_ms']:8.3f} ms" + (f", {row['ratio']:5.2f}x" if speeds else "")
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(prog="benchmarks check", description=__doc__)
-    parser.add_argument("--device", help="default cuda where there is one")
-    parser.add_argument("--ops", default=",".join(OPS))
-    parser.add_argument("--out", help="also write everything to this JSON file")
+    parser = command_line.parser("check", __doc__)
+    model_arguments.add_device(parser, out="also write everything to this JSON file (default: keep nothing)")
+    parser.add_argument("--ops", type=listed(one_of("op", OPS)), default=list(OPS), help="names, comma separated (default: all)")
     args = parser.parse_args(argv)
-    unknown = [op for op in args.ops.split(",") if op not in OPS]
-    if unknown:
-        parser.error(f"--ops: no op {', '.join(unknown)}; there are {', '.join(OPS)}")
-    device = pick_device(args.device)
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU: times say nothing here"
+    device = args.device
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else NO_SPEEDS
     print(f"torch {torch.__version__}, {where}", flush=True)
     result = start_result("check", device, argv)
     with guarded(result, args.out) if args.out else contextlib.nullcontext():
-        for op in args.ops.split(","):
-            for row in run_check(args.device, (op,)):
+        for op in args.ops:
+            for row in run_check(device, (op,)):
                 result["rows"].append(row)
-                print(line(row), flush=True)
+                print(line(row, device.type == "cuda"), flush=True)
         if device.type == "cuda":
             result["rows"].append(schedule(device))
             print(f"{'fc2 schedule':24} cublaslt {result['rows'][-1]['reason']}", flush=True)

@@ -1,8 +1,9 @@
 """Two result files of one kind side by side: the same rows' times, their ratio, and whether the bytes are the same."""
 
-import argparse
 import json
 from pathlib import Path
+
+from . import command_line
 
 # What names a row; a row has some of these.
 KEY = (
@@ -64,12 +65,25 @@ def line(text, before, after, ratio, same):
     return f"{text}: {' | '.join(parts)}"
 
 
+def result_of(path):
+    """The result in the file ``path``. Raises ValueError when there is none."""
+    try:
+        result = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): name a result file of run.py bench") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): name a result file of run.py bench") from None
+    if not isinstance(result, dict) or not {"kind", "environment", "speed_valid", "rows"} <= set(result):
+        raise ValueError(f"{path} holds no result of run.py bench")
+    return result
+
+
 def main(argv):
-    parser = argparse.ArgumentParser(prog="python benchmarks compare", description=__doc__)
-    parser.add_argument("a", type=Path)
-    parser.add_argument("b", type=Path)
+    parser = command_line.parser("compare", __doc__)
+    for name in ("a", "b"):
+        parser.add_argument(name, type=command_line.saying(result_of), metavar=f"{name.upper()}.json", help="a result file")
     chosen = parser.parse_args(argv)
-    a, b = (json.loads(path.read_text(encoding="utf-8")) for path in (chosen.a, chosen.b))
+    a, b = chosen.a, chosen.b
     for name in sorted(set(a["environment"]) | set(b["environment"])):
         if a["environment"].get(name) != b["environment"].get(name):
             print(f"{name}: {a['environment'].get(name)} | {b['environment'].get(name)}")

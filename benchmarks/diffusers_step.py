@@ -3,34 +3,33 @@
 Needs diffusers 0.42 or newer. The packed sequence is what diffusers' pipeline builds for a text-to-video job: text, sound, video.
 """
 
-import argparse
 import contextlib
 import gc
 import statistics
 
 import torch
 
-from . import candidates, harness, shapes
+from . import candidates, command_line, harness, machine, model_arguments, shapes
+from .command_line import positive, saying
 
 FP32_MODULES = ("proj_in", "audio_proj_in", "time_embedder", "proj_out", "audio_proj_out")  # as the released checkpoint has them
 
 
+def features(text):
+    """``{name: on}`` of ``NAME=0|1,...``. Raises ValueError."""
+    pairs = [word.partition("=") for word in text.split(",")]
+    return model_arguments.switches({name: {"0": False, "1": True}.get(value) for name, _, value in pairs})
+
+
 def arguments(argv):
-    parser = argparse.ArgumentParser(prog="python benchmarks diffusers_step", description=__doc__)
-    parser.add_argument("--model", default="h3", help=f"{', '.join(shapes.MODELS)} (default: %(default)s)")
-    parser.add_argument("--blocks", type=int, help="use this many blocks instead of the model's own number")
-    parser.add_argument("--shape", default="canonical", help=f"{','.join(shapes.JOBS)} or WxHxFRAMES (default: canonical)")
+    parser = command_line.parser("diffusers_step", __doc__)
+    model_arguments.add_model(parser)
+    parser.add_argument("--shape", type=saying(shapes.job), default="canonical", help=f"{model_arguments.SHAPES} (default: canonical)")
     parser.add_argument("--attention-backend", help="diffusers' attention backend for both, such as _native_cudnn (default: diffusers')")
-    parser.add_argument("--features", type=lambda text: dict(pair.split("=") for pair in text.split(",")), default={},
-                        metavar="NAME=0|1,...", help="switch groups of ops, such as rope=0")  # fmt: skip
-    parser.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
-    parser.add_argument("--reps", type=int, default=3, help="timed rounds (default: 3)")
-    parser.add_argument("--out", help="result file (default: benchmarks/results/diffusers_step-DEVICE-DATE.json)")
-    chosen = parser.parse_args(argv)
-    if chosen.reps < 1:
-        parser.error("--reps must be at least 1 (the first call of a process is never a measurement)")
-    return chosen
+    parser.add_argument("--features", type=saying(features), default={}, metavar="NAME=0|1,...",
+                        help="switch groups of ops, such as rope=0")  # fmt: skip
+    parser.add_argument("--reps", type=saying(positive), default=3, help="timed rounds (default: 3)")
+    return model_arguments.parse(parser, argv)
 
 
 def build(model, device, seed=0):
@@ -94,18 +93,21 @@ def session(transformer, inputs, handle_of):
 
 
 def run(chosen, argv):
-    import diffusers
+    device, model, job = chosen.device, chosen.model, chosen.shape
+    model_arguments.require_gpu(chosen)
+    try:
+        import diffusers
+    except ImportError:
+        raise SystemExit("this Python has no diffusers, 0.42 or newer: python -m pip install diffusers") from None
 
     from ..kernels.patch.diffusers import Features, accelerate
 
-    device = harness.pick_device(chosen.device)
-    model, job = shapes.model(chosen.model).with_blocks(chosen.blocks), shapes.job(chosen.shape)
     # On a CPU every op's only backend is its reference: the runner is exercised, no speed is measured.
-    features = Features(allow_eager=device.type == "cpu", **{name: value != "0" for name, value in chosen.features.items()})
+    features = Features(**{"allow_eager": device.type == "cpu", **chosen.features})
     result = harness.start_result("diffusers_step", device, argv)
     result["environment"]["diffusers"] = diffusers.__version__
     path = harness.out_path(chosen.out, "diffusers_step", device)
-    with harness.guarded(result, path), torch.inference_mode(), harness.PowerLog(device, result):
+    with harness.guarded(result, path), torch.inference_mode(), machine.PowerLog(device, result):
         result["ceilings"] = harness.ceilings(device, job.rows, model.hidden)
         transformer = build(model, device, chosen.seed)
         gc.collect()
@@ -145,9 +147,10 @@ def run(chosen, argv):
                 "report": report, "dispatch": candidates.dispatch(report),
             }  # fmt: skip
             result["rows"].append(row)
+            speed = f"{row['speedup']['of_medians']:.4f} x stock, " if device.type == "cuda" else ""
             harness.log(
                 f"  {name}: {row['ms']['median']:.1f} ms ({row['ms']['min']:.1f}-{row['ms']['max']:.1f}), "
-                f"{row['speedup']['of_medians']:.4f} x stock, peak +{row['peak_bytes'] / 1e9:.3f} GB on {row['resident_bytes'] / 1e9:.2f}, "
+                f"{speed}peak +{row['peak_bytes'] / 1e9:.3f} GB on {row['resident_bytes'] / 1e9:.2f}, "
                 f"equal to stock {row['equal_to_stock']}, repeatable {row['repeatable']}, {row['dispatch'] or ''}")
     stock, exact = result["rows"]
     faults = [text for text, wrong in (

@@ -1,4 +1,4 @@
-"""``python benchmarks gate``: gated residual in one launch against ``addcmul_`` per segment."""
+"""``run.py bench gate``: gated residual in one launch against ``addcmul_`` per segment."""
 
 from .op_cases import bench
 

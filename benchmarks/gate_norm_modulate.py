@@ -1,4 +1,4 @@
-"""``python benchmarks gate_norm_modulate``: gated residual, RMSNorm and modulation in one pass against stock's three steps."""
+"""``run.py bench gate_norm_modulate``: gated residual, RMSNorm and modulation in one pass against stock's three steps."""
 
 from .op_cases import bench
 

@@ -1,18 +1,19 @@
-"""``python benchmarks gemm``: the four projections of a block, stock GEMM against every cuBLASLt schedule that gives its bytes.
+"""``run.py bench gemm``: the four projections of a block, stock GEMM against every cuBLASLt schedule that gives its bytes.
 
 Random data. A schedule counts only when its output equals stock's byte for byte on two data sets; see ``kernels/gemm_schedule.py``.
 """
 
-import argparse
 import sys
 
 import torch
 
 from ..kernels.cublaslt import Problem
 from ..kernels.gemm_schedule import Operands, search
-from . import shapes
-from .harness import ceilings, guarded, log, out_path, pick_device, start_result
+from . import command_line, model_arguments, shapes
+from .command_line import listed, one_of, positive, saying
+from .harness import ceilings, guarded, log, out_path, start_result
 
+KINDS = ("bf16", "fp8", "nvfp4")
 ROWS = (37_810, 37_742, 15_499, 109_162)  # canonical, another text length, 864x480x124, 1344x768x362
 
 
@@ -48,26 +49,26 @@ def stock_call(kind):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(prog="benchmarks gemm", description=__doc__)
-    parser.add_argument("--kinds", default="bf16,fp8,nvfp4")
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
-    parser.add_argument("--layers", default="fc2,qkv,out_proj,fc1")
-    parser.add_argument("--model", default="h3")
-    parser.add_argument("--seconds", type=float, default=1.0, help="time budget of one search")
-    parser.add_argument("--out")
+    layers = ("fc2", "qkv", "out_proj", "fc1")
+    parser = command_line.parser("gemm", __doc__)
+    model_arguments.add_device(parser)
+    parser.add_argument("--kinds", type=listed(one_of("kind", KINDS)), default=KINDS, help=f"(default: {','.join(KINDS)})")
+    parser.add_argument("--rows", type=listed(positive), default=ROWS, help=f"token counts (default: {','.join(map(str, ROWS))})")
+    parser.add_argument("--layers", type=listed(one_of("layer", layers)), default=layers, help=f"(default: {','.join(layers)})")
+    parser.add_argument("--model", type=saying(shapes.model), default="h3", help=f"{', '.join(shapes.MODELS)} (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time budget of one search (default: 1)")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
+    if args.device.type != "cuda":
         sys.exit("gemm times cuBLASLt schedules: it needs an NVIDIA GPU and a CUDA build of torch, and has no harness check on a CPU")
-    device = pick_device("cuda")
-    model = shapes.model(args.model)
+    device, model = args.device, args.model
     result = start_result("gemm", device, argv)
     with guarded(result, out_path(args.out, "gemm", device)):
         result["ceilings"] = ceilings(device, 37_810, model.hidden)
-        for kind in args.kinds.split(","):
-            for layer in args.layers.split(","):
+        for kind in args.kinds:
+            for layer in args.layers:
                 n, k = model.gemms()[layer]
-                for m in map(int, args.rows.split(",")):
-                    m = -(-m // 16) * 16 if kind == "nvfp4" else m  # kitchen pads the rows of NVFP4 activations to 16
+                for rows in args.rows:
+                    m = -(-rows // 16) * 16 if kind == "nvfp4" else rows  # kitchen pads the rows of NVFP4 activations to 16
                     problem = Problem(kind, m, n, k)
                     data = [operands(kind, m, n, k, device, seed) for seed in (0, 1)]
                     try:

@@ -1,21 +1,16 @@
-"""What every benchmark shares: clocks, alternation, ceilings, hashes, the environment row and the result file.
+"""What every benchmark shares: clocks, alternation, ceilings, hashes and the result file.
 
 On CUDA, times are CUDA-event times. On a CPU they are wall-clock times, good for testing the harness and nothing else; the
 result then says ``"speed_valid": false``.
 """
 
 import contextlib
-import csv
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import math
 import os
-import platform
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,10 +20,14 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-SCHEMA = Path(__file__).resolve().parent / "result.schema.json"
-RESULTS = Path(__file__).resolve().parent / "results"
+from ._pack import ROOT
+from .machine import environment
+
+SCHEMA = ROOT / "benchmarks" / "result.schema.json"
+RESULTS = ROOT / "benchmarks" / "results"
 SCHEMA_VERSION = 1
+NO_SPEEDS = "harness check on a CPU: no speeds"
+PATHS = ("--out", "--comfyui")
 _START = time.monotonic()
 
 
@@ -206,157 +205,18 @@ def ceilings(device, rows, hidden):
     }
 
 
-# -------------------------------------------------------------------------------------------------------- environment
-def _smi(fields, device):
-    """nvidia-smi's values for ``fields`` on ``device`` as ``{field: text}``; {} where there is no nvidia-smi."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return {}
-    done = subprocess.run(
-        [program, f"--id={_uuid(device)}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"],
-        capture_output=True, text=True, timeout=30,
-    )  # fmt: skip
-    if done.returncode:
-        return {"error": done.stdout.strip() or done.stderr.strip()}
-    values = next(csv.reader(done.stdout.splitlines()))
-    return dict(zip(fields, (value.strip() for value in values), strict=True))
-
-
-def _uuid(device):
-    identity = str(torch.cuda.get_device_properties(device).uuid)
-    return identity if identity.startswith("GPU-") else f"GPU-{identity}"
-
-
-def _version(distribution):
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def commit():
-    """(commit, whether the working tree differs from it) of the pack; ``H3_VORTEX_COMMIT`` where there is no git."""
-    if not (ROOT / ".git").exists() or shutil.which("git") is None:
-        return os.environ.get("H3_VORTEX_COMMIT"), None
-    git = ["git", "-C", str(ROOT)]
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-    if head.returncode:
-        return os.environ.get("H3_VORTEX_COMMIT"), None
-    changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True)
-    return head.stdout.strip(), bool(changed.stdout.strip())
-
-
-def source_digest():
-    """SHA-256 over the files that decide a result (kernels/, csrc/, h3/, benchmarks/*.py): names a copy without git."""
-    digest = hashlib.sha256()
-    for folder, pattern in (("kernels", "**/*.py"), ("csrc", "**/*"), ("h3", "**/*.py"), ("benchmarks", "*.py")):
-        for path in sorted((ROOT / folder).glob(pattern)):
-            if path.is_file() and "__pycache__" not in path.parts:
-                digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
-
-
-def environment(device, comfyui=None):
-    """The row that says where a result comes from. ``comfyui``: version of the core, as text."""
-    device = torch.device(device)
-    head, dirty = commit()
-    row = {
-        "device": device.type,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()}",
-        "torch": torch.__version__,
-        "triton": _version("triton"),
-        "comfy_kitchen": _version("comfy-kitchen"),
-        "sageattention": _version("sageattention"),
-        "comfyui": comfyui,
-        "commit": head,
-        "uncommitted_changes": dirty,
-        "source_sha256": source_digest(),
-    }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        row |= {
-            "gpu": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "multiprocessors": properties.multi_processor_count,
-            "memory_bytes": properties.total_memory,
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-            "allocator": torch.cuda.get_allocator_backend(),
-        }
-        smi = _smi(("driver_version", "power.limit", "power.default_limit", "clocks.max.sm", "persistence_mode"), device)
-        row["driver"] = smi.get("driver_version")
-        row["nvidia_smi"] = smi
-    else:
-        row["cpu_threads"] = torch.get_num_threads()
-    return row
-
-
-class PowerLog:
-    """Samples power, clock and the power-cap flag with ``nvidia-smi`` while a ``with`` block runs; reads only.
-
-    Puts its summary into ``result["power"]`` when the block ends: None without nvidia-smi or on a CPU, else means and
-    extremes over the samples taken while the GPU was busy.
-    """
-
-    FIELDS = ("power.draw", "power.limit", "clocks.sm", "utilization.gpu", "temperature.gpu")
-    # Drivers before 535 call the flag by its older name.
-    FLAGS = ("clocks_event_reasons.sw_power_cap", "clocks_throttle_reasons.sw_power_cap")
-
-    def __init__(self, device, result, period_ms=500):
-        self.device, self.result, self.period = torch.device(device), result, period_ms
-        self._process = self._file = None
-
-    def __enter__(self):
-        if self.device.type != "cuda" or shutil.which("nvidia-smi") is None:
-            return self
-        flag = next((flag for flag in self.FLAGS if "error" not in _smi((flag,), self.device)), None)
-        self._fields = self.FIELDS + ((flag,) if flag else ())
-        self._file = tempfile.TemporaryFile("w+")
-        self._process = subprocess.Popen(
-            ["nvidia-smi", f"--id={_uuid(self.device)}", f"--query-gpu={','.join(self._fields)}",
-             "--format=csv,noheader,nounits", f"--loop-ms={self.period}"],
-            stdout=self._file, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        return self
-
-    def __exit__(self, *_):
-        if self._process is None:
-            return
-        self._process.terminate()
-        self._process.wait(timeout=10)
-        self._file.seek(0)
-        self.result["power"] = self.summarise(self._file.read().splitlines())
-        self._file.close()
-
-    @staticmethod
-    def summarise(lines):
-        """``lines``: nvidia-smi CSV in the order power, limit, SM clock, utilisation, temperature[, power-cap flag]."""
-        busy = []
-        for row in csv.reader(lines):
-            try:
-                numbers = [float(value) for value in row[:5]]
-            except ValueError:  # the terminated process may leave half a line, a virtual GPU "[N/A]"
-                continue
-            if len(numbers) == 5 and numbers[3] >= 50:
-                busy.append((numbers, row[5].strip().lower() == "active" if len(row) > 5 else None))
-        if not busy:
-            return {"busy_samples": 0}
-        column = list(zip(*(numbers for numbers, _ in busy), strict=True))
-        flags = [flag for _, flag in busy if flag is not None]
-        return {
-            "busy_samples": len(busy),
-            "power_W": {"mean": statistics.fmean(column[0]), "max": max(column[0]), "limit": column[1][-1]},
-            "sm_clock_MHz": {"mean": statistics.fmean(column[2]), "min": min(column[2]), "max": max(column[2])},
-            "temperature_C": max(column[4]),
-            "power_capped_share": statistics.fmean(flags) if flags else None,
-        }
-
-
 # ------------------------------------------------------------------------------------------------------------- results
 def without_folders(argv):
     """The arguments of a run with file names in place of paths: a result tells nothing about the disk it was made on."""
-    return [Path(word).name if before == "--out" else word for before, word in zip(["", *argv], argv, strict=False)]
+    words = []
+    for before, word in zip(["", *argv], argv, strict=False):
+        name, equals, path = word.partition("=")
+        if before in PATHS:
+            word = Path(word).name
+        elif name in PATHS and equals:
+            word = f"{name}={Path(path).name}"
+        words.append(word)
+    return words
 
 
 def start_result(kind, device, argv, comfyui=None):
@@ -366,7 +226,7 @@ def start_result(kind, device, argv, comfyui=None):
         "schema": SCHEMA_VERSION,
         "kind": kind,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": ["python", "benchmarks", kind, *without_folders(argv)],
+        "command": ["python", "run.py", "bench", kind, *without_folders(argv)],
         "clock": "cuda events" if cuda else "wall",
         "speed_valid": cuda,
         "environment": environment(device, comfyui),
@@ -395,46 +255,102 @@ def plain(value):
 
 
 def write_result(result, path):
-    """Write ``result`` as JSON, whole or not at all; then check it against the schema where jsonschema is installed.
-
-    Written first: a result that does not fit the schema is a bug here, and no reason to lose the measurements.
-    """
+    """Write ``result`` as JSON, whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    result = plain(result)
     partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
-    if importlib.util.find_spec("jsonschema") is not None:
-        validate(result)
+    try:
+        partial.write_text(json.dumps(plain(result), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def schema_fault(result):
+    """What in ``result`` does not follow the schema, in one line; None when all does, or without the jsonschema package."""
+    if importlib.util.find_spec("jsonschema") is None:
+        return None
+    import jsonschema
+
+    try:
+        validate(plain(result))
+    except jsonschema.ValidationError as error:
+        return f"{'.'.join(map(str, error.absolute_path)) or 'the result'}: {error.message.splitlines()[0][:300]}"
+    return None
+
+
+def writable(text):
+    """``text`` as a path that a result can be written to; makes its folder. Raises ValueError."""
+    path = Path(text)
+    if path.is_dir():
+        raise ValueError(f"{text} is a folder: name a file, such as {path / 'result.json'}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"{text} cannot be written ({error.strerror}): name a file in a folder that you can write to") from None
+    return path
 
 
 def out_path(argument, kind, device):
-    """Where a result goes: ``argument``, or ``benchmarks/results/KIND-DEVICE-DATE.json``."""
+    """Where a result goes: ``argument``, or ``benchmarks/results/KIND-DEVICE-DATE.json``. Raises SystemExit when that is not writable."""
     if argument:
         return Path(argument)
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
     stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-    return RESULTS / f"{kind}-{''.join(c if c.isalnum() else '-' for c in name).lower()}-{stamp}.json"
+    try:
+        return writable(RESULTS / f"{kind}-{''.join(c if c.isalnum() else '-' for c in name).lower()}-{stamp}.json")
+    except ValueError as error:
+        sys.exit(f"{error}, with --out")
 
 
 @contextlib.contextmanager
 def guarded(result, path):
-    """Write ``result`` also when the block raises or is interrupted: minutes of measurements outlive one late failure."""
+    """Write ``result`` also when the block raises or is interrupted: minutes of measurements outlive one late failure.
+
+    A result that does not fit the schema is a bug here and no reason to lose it: it is written, and one line says what is off. A run
+    that failed before its first row leaves nothing where nobody asked for a file.
+    """
+    if not result["speed_valid"]:
+        log(NO_SPEEDS)
     try:
         yield result
     except BaseException as error:
         result["error"] = f"{type(error).__name__}: {error}"
         raise
     finally:
-        write_result(result, path)
-        log("wrote", path)
+        if "error" not in result or result["rows"] or Path(path).parent != RESULTS:
+            write_result(result, path)
+            log("wrote", path)
+            fault = schema_fault(result)
+            if fault:
+                log(f"the result does not follow {SCHEMA.name}; please report this: {fault}")
+
+
+def nothing_measured(result):
+    """Whether every row of ``result`` was skipped; says so."""
+    empty = all("skipped" in row for row in result["rows"])
+    if empty:
+        print("NOTHING WAS MEASURED: the rows say why")
+    return empty
 
 
 def pick_device(name):
-    """``cuda`` when ``name`` is None and there is one, else ``cpu``; raises SystemExit when CUDA is asked for in vain."""
+    """The device called ``name``, or when that is None ``cuda`` where there is one, else ``cpu``. Raises ValueError."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if torch.device(name).type == "cuda" and not torch.cuda.is_available():
-        sys.exit(f"--device {name}: this torch sees no CUDA device (use --device cpu for a harness check)")
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"unknown device {name!r}: use cuda or cpu") from None
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise ValueError(f"device {name!r} cannot be measured: use cuda or cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f"{name}: this torch sees no CUDA device (use cpu for a harness check)")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"{name}: the last CUDA device here is cuda:{torch.cuda.device_count() - 1}")
+    return torch.device("cuda", index)

@@ -1,4 +1,4 @@
-"""``python benchmarks kernels``: every op beside its stock chain in one run: bytes, times, share of copy bandwidth, host time."""
+"""``run.py bench kernels``: every op beside its stock chain in one run: bytes, times, share of copy bandwidth, host time."""
 
 from ..kernels.stock import NVFP4_OPS, OPS
 from .int8_cases import OPS as INT8_OPS

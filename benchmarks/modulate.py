@@ -1,4 +1,4 @@
-"""``python benchmarks modulate``: modulation in one launch against ``mul_`` and ``add_`` per segment."""
+"""``run.py bench modulate``: modulation in one launch against ``mul_`` and ``add_`` per segment."""
 
 from .op_cases import bench
 

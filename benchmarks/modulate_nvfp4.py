@@ -1,4 +1,4 @@
-"""``python benchmarks modulate_nvfp4``: modulation to NVFP4, alone and after norm and gate, against stock's chain."""
+"""``run.py bench modulate_nvfp4``: modulation to NVFP4, alone and after norm and gate, against stock's chain."""
 
 from .op_cases import bench
 

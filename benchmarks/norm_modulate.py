@@ -1,4 +1,4 @@
-"""``python benchmarks norm_modulate``: RMSNorm and modulation in one pass against torch's RMSNorm and four passes of modulation."""
+"""``run.py bench norm_modulate``: RMSNorm and modulation in one pass against torch's RMSNorm and four passes of modulation."""
 
 from .op_cases import bench
 

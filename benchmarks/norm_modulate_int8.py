@@ -1,4 +1,4 @@
-"""``python benchmarks norm_modulate_int8``: norm forms against stock's norm, modulation (and gate) and kitchen's quantiser."""
+"""``run.py bench norm_modulate_int8``: norm forms against stock's norm, modulation (and gate) and kitchen's quantiser."""
 
 from .op_cases import bench
 

@@ -1,4 +1,4 @@
-"""``python benchmarks nvfp4_quantize``: the attention output to NVFP4 against ``from_float``'s four kernels."""
+"""``run.py bench nvfp4_quantize``: the attention output to NVFP4 against ``from_float``'s four kernels."""
 
 from .op_cases import bench
 

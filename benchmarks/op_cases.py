@@ -1,6 +1,5 @@
 """Measures one op of the pack beside its stock chain: bytes, device time, host time. For ``kernels``, ``check`` and each op's benchmark."""
 
-import argparse
 import functools
 import statistics
 import time
@@ -9,10 +8,12 @@ import torch
 
 from ..kernels import stock
 from ..kernels.dispatch import BackendUnavailable, Op, use_backend
-from . import int8_cases, shapes
-from .harness import ceilings, differing, guarded, log, out_path, pick_device, repeat, start_result, summary, synchronize
+from . import command_line, int8_cases, model_arguments, shapes
+from .command_line import listed, one_of, positive, saying
+from .harness import ceilings, differing, guarded, log, nothing_measured, out_path, repeat, start_result, summary, synchronize
 
-ROWS = (37_810, 15_499, 4_000, 1_000)  # canonical, 864x480x124, two small jobs
+# Token counts: canonical, 864x480x124, two small jobs. A CPU only shows that the harness works.
+ROWS = {"cuda": (37_810, 15_499, 4_000, 1_000), "cpu": (64,)}
 HOST_ROWS = 64  # so few that the device never is what a loop of launches waits for
 TABLES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -110,7 +111,7 @@ def measure(op: str, tokens: int, device, reps: int, **options) -> dict:
     }  # fmt: skip
 
 
-def describe(row: dict, copy: float) -> None:
+def describe(row: dict, copy: float, device) -> None:
     """Adds ratios to ``row`` (``copy``: TB/s of a copy in the same run) and prints it."""
     if "skipped" in row:
         log(f"{row['op']:24} {row['rows']:6} skipped: {row['skipped']}")
@@ -120,9 +121,10 @@ def describe(row: dict, copy: float) -> None:
         entry["TBs"] = row["traffic_bytes"] / entry["ms"]["median"] / 1e9
         entry["share_of_copy"] = entry["TBs"] / copy
         given = "given" if "tensor_scale" in row else ""
+        speed = f"{entry['speedup']:5.2f}x, {entry['share_of_copy']:4.2f} of copy, " if device.type == "cuda" else ""
         log(f"{row['op']:24} {row['rows']:6} {row.get('table_dtype', ''):8} {given:5} {name:7} {entry['ms']['median']:8.3f} ms, "
-            f"stock {row['stock_ms']['median']:8.3f} ms, {entry['speedup']:5.2f}x, {entry['share_of_copy']:4.2f} of copy, "
-            f"{entry['differing']} differ; host {row['host_us']['ours']:5.1f} us, stock {row['host_us']['stock']:5.1f} us")
+            f"stock {row['stock_ms']['median']:8.3f} ms, {speed}{entry['differing']} differ; "
+            f"host {row['host_us']['ours']:5.1f} us, stock {row['host_us']['stock']:5.1f} us")
 
 
 def configurations(op: str) -> list[dict]:
@@ -136,32 +138,29 @@ def configurations(op: str) -> list[dict]:
 
 
 def bench(kind: str, ops, argv, description) -> int:
-    """``main`` of a benchmark of ``ops``; the exit code is 1 when a byte differs from stock."""
-    parser = argparse.ArgumentParser(prog=f"benchmarks {kind}", description=description)
-    parser.add_argument("--ops", default=",".join(ops))
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="token counts")
-    parser.add_argument("--reps", type=int, default=20, help="timed calls per pass; every case gets two passes")
-    parser.add_argument("--device", help="default cuda where there is one; cpu checks the harness")
-    parser.add_argument("--out", help="result file (default: benchmarks/results/KIND-DEVICE-DATE.json)")
+    """``main`` of a benchmark of ``ops``; the exit code is 1 when a byte differs from stock, or nothing was measured."""
+    parser = command_line.parser(kind, description)
+    model_arguments.add_device(parser)
+    parser.add_argument("--ops", type=listed(one_of("op", ops)), default=list(ops), help="names, comma separated (default: all)")
+    parser.add_argument("--rows", type=listed(positive),
+                        help=f"token counts (default: {','.join(map(str, ROWS['cuda']))}; on a CPU {ROWS['cpu'][0]})")  # fmt: skip
+    parser.add_argument("--reps", type=saying(positive), default=20, help="timed calls per pass; every case gets two passes (default: 20)")
     args = parser.parse_args(argv)
-    unknown = set(args.ops.split(",")) - set(ops)
-    if unknown:
-        parser.error(f"--ops: unknown {', '.join(sorted(unknown))}; there are {', '.join(ops)}")
-    device = pick_device(args.device)
+    device = args.device
     torch.manual_seed(0)
     as_comfyui()
     result = start_result(kind, device, argv)
     failed = False
     with guarded(result, out_path(args.out, kind, device)):
         result["ceilings"] = ceilings(device, 37_810 if device.type == "cuda" else 64, shapes.model("h3").hidden)
-        for op in args.ops.split(","):
+        for op in args.ops:
             for options in configurations(op):
-                for tokens in map(int, args.rows.split(",")):
+                for tokens in args.rows or ROWS[device.type]:
                     row = measure(op, tokens, device, args.reps, **options)
-                    describe(row, result["ceilings"]["copy_rows_TBs"])
+                    describe(row, result["ceilings"]["copy_rows_TBs"], device)
                     result["rows"].append(row)
                     failed |= any(entry["differing"] for entry in row.get("backends", {}).values())
-    return int(failed)
+    return int(failed or nothing_measured(result))
 
 
 def as_comfyui() -> None:

@@ -1,4 +1,4 @@
-"""``python benchmarks plot``: docs/img/block.png and docs/img/roofline.png, drawn from result files and nothing else. Needs matplotlib.
+"""``run.py bench plot``: docs/img/block.png and docs/img/roofline.png, drawn from result files and nothing else. Needs matplotlib.
 
 block.png     device time of one block by group, stock beside this pack, for every weight storage and attention of the block results
 roofline.png  how near the roof each op comes at 37,810 rows, stock's chain beside this pack: the bytes that must move over the time, as a
@@ -11,8 +11,9 @@ import json
 import sys
 from pathlib import Path
 
-from . import shapes
+from . import command_line, shapes
 from ._pack import ROOT
+from .compare import result_of
 
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "img"
 ROWS = shapes.JOBS["canonical"].rows
@@ -151,11 +152,10 @@ def only(folder, kind):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(
-        prog="python benchmarks plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser("plot", __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files (default: benchmarks/results)")
-    parser.add_argument("--block", type=Path, nargs="+", help="block results (default: block-*.json of that folder)")
+    parser.add_argument("--block", type=command_line.saying(result_of), nargs="+",
+                        help="block results (default: block-*.json of that folder)")  # fmt: skip
     parser.add_argument("--out", type=Path, default=IMAGES, help="folder for the images (default: docs/img)")
     chosen = parser.parse_args(argv)
     try:
@@ -167,6 +167,6 @@ def main(argv):
     kernels, attention, gemm = (only(chosen.results, kind) for kind in ("kernels", "attention", "gemm"))
     if kernels is None:
         sys.exit(f"plot: no kernels result with real speeds in {chosen.results}; run.py bench kernels makes one")
-    draw_block(load(chosen.block or sorted(chosen.results.glob("block-*.json"))), chosen.out / "block.png")
+    draw_block(chosen.block or load(sorted(chosen.results.glob("block-*.json"))), chosen.out / "block.png")
     draw_roofline(kernels, attention, gemm, chosen.out / "roofline.png")
     return 0

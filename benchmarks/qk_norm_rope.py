@@ -1,4 +1,4 @@
-"""``python benchmarks qk_norm_rope``: per-head RMSNorm and RoPE on the qkv buffer against comfy-kitchen's kernel."""
+"""``run.py bench qk_norm_rope``: per-head RMSNorm and RoPE on the qkv buffer against comfy-kitchen's kernel."""
 
 from .op_cases import bench
 

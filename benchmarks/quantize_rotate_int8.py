@@ -1,4 +1,4 @@
-"""``python benchmarks quantize_rotate_int8``: rotate and quantise out_proj's 7168 columns, against kitchen's kernel."""
+"""``run.py bench quantize_rotate_int8``: rotate and quantise out_proj's 7168 columns, against kitchen's kernel."""
 
 from .op_cases import bench
 

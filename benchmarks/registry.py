@@ -1,12 +1,12 @@
-"""``python benchmarks registry``: what was tried and what became of it; with a name, one experiment and the figures behind it.
+"""``run.py bench registry``: what was tried and what became of it; with a name, one experiment and the figures behind it.
 
 The registry holds no measured number of this project: a figure says which result file, row and field it is read from.
 """
 
-import argparse
 import json
 import textwrap
 
+from . import command_line
 from ._pack import ROOT
 
 REGISTRY = ROOT / "benchmarks" / "registry.json"
@@ -64,9 +64,10 @@ def show(experiment):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(prog="python benchmarks registry", description=__doc__)
+    statuses = json.loads(SCHEMA.read_text(encoding="utf-8"))["$defs"]["experiment"]["properties"]["status"]["enum"]
+    parser = command_line.parser("registry", __doc__)
     parser.add_argument("id", nargs="?", help="one experiment in full")
-    parser.add_argument("--status", help="only those with this status")
+    parser.add_argument("--status", choices=statuses, help="only those with this status")
     parser.add_argument("--origin", choices=["own", "founding"], help="only this project's, or those it was founded on")
     parser.add_argument("--quoted", action="store_true", help="what others published; nothing of it was measured here")
     chosen = parser.parse_args(argv)

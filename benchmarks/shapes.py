@@ -3,8 +3,9 @@
 import re
 from dataclasses import dataclass, replace
 
-FPS, AUDIO_LATENT_FPS = 24, 40
-LATENT_CHANNELS, AUDIO_CHANNELS = 24, 32
+from ..h3 import grid
+
+LATENT_CHANNELS, AUDIO_CHANNELS = grid.VIDEO_CHANNELS, grid.AUDIO_CHANNELS
 
 
 @dataclass(frozen=True)
@@ -53,23 +54,22 @@ class Job:
     text: int = 100
 
     def __post_init__(self):
-        for side, value in (("width", self.width), ("height", self.height)):
-            if value < 32 or value % 32:
-                raise ValueError(f"job {self.name}: {side} {value} is not a multiple of 32; {max(32, value // 32 * 32)} is")
-        if self.frames < 5 or self.frames % 17 != 5:
-            fits = max(5, (self.frames - 5 + 16) // 17 * 17 + 5)
-            raise ValueError(f"job {self.name}: {self.frames} frames are not on H3's grid of 17 k + 5; the next is {fits}")
+        try:
+            grid.check_size("width", self.width)
+            grid.check_size("height", self.height)
+            grid.check_frames(self.frames)
+        except grid.GridError as error:
+            raise ValueError(f"job {self.name}: {error}") from None
 
-    # Grid formulas: ComfyUI 0.33.0, comfy_extras/nodes_minimax_h3.py, video_latent_t and temporal_shape.
     @property
     def latent(self):
         """Video latent (t, h, w)."""
-        return (self.frames - 5) // 17 * 5 + 2, self.height // 16, self.width // 16
+        return grid.video_latent_shape(self.width, self.height, self.frames)[2:]
 
     @property
     def audio(self):
         """Audio latent frames per channel."""
-        return round(self.frames / FPS * AUDIO_LATENT_FPS)
+        return grid.audio_latent_frames(self.frames)
 
     @property
     def rows(self):

@@ -1,12 +1,12 @@
 """Whole denoiser steps of ComfyUI's full-size MiniMax H3, stock and candidate in turn: time, memory and equal bytes."""
 
-import argparse
 import json
 import statistics
 
 import torch
 
-from . import _comfy, candidates, full_size, harness, shapes
+from . import _comfy, candidates, command_line, full_size, harness, machine, model_arguments, shapes
+from .command_line import listed, one_of, positive, saying
 
 # Share of the measured BF16 matmul rate that each attention reached on an H200 (37,810 rows), and what INT8 Linears
 # cost there against BF16 ones. For the printed time plan alone; nothing measured depends on them.
@@ -16,67 +16,43 @@ TOO_LARGE = "out of GPU memory: --weights int8 takes half of bf16, --shape 864x4
 PLAN_BUILD_S = {"bf16": 10, "int8": 15, "nvfp4": 15}
 
 
-def words(text):
-    return [word for word in text.split(",") if word]
-
-
-def option(text):
-    """``KEY=VALUE`` with a JSON value (a bare word is a string)."""
-    key, _, value = text.partition("=")
-    try:
-        return key, json.loads(value)
-    except ValueError:
-        return key, value
-
-
-def add_common(parser):
-    """The arguments that step, block and trajectory share."""
-    parser.add_argument("--model", default="h3", help=f"{', '.join(shapes.MODELS)} (default: %(default)s)")
-    parser.add_argument("--blocks", type=int, help="use this many blocks instead of the model's own number")
-    parser.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
-    parser.add_argument("--comfyui", help="ComfyUI folder (default: COMFYUI_DIR, then the usual places)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
-    parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE",
-                        help="option for the candidate, passed to accelerate(); may be repeated")  # fmt: skip
-    parser.add_argument("--out", help="result file (default: benchmarks/results/KIND-DEVICE-DATE.json)")
+def pair(text):
+    """(weights, attention) of ``WEIGHTS:ATTENTION``. Raises ValueError."""
+    weights, colon, attention = text.partition(":")
+    if not colon:
+        raise ValueError(f"{text!r} is not WEIGHTS:ATTENTION, such as int8:kitchen")
+    return one_of("weights", full_size.WEIGHTS)(weights), one_of("attention", full_size.ATTENTIONS)(attention)
 
 
 def arguments(argv):
-    parser = argparse.ArgumentParser(prog="python benchmarks step", description=__doc__)
-    add_common(parser)
-    parser.add_argument("--weights", type=words, default=["bf16"], help="bf16,int8,nvfp4 (default: bf16)")
-    parser.add_argument("--attention", type=words, default=["fa2"],
+    parser = command_line.parser("step", __doc__)
+    model_arguments.add_common(parser)
+    parser.add_argument("--weights", type=listed(one_of("weights", full_size.WEIGHTS)),
+                        help=f"{model_arguments.WEIGHTS} (default: bf16)")  # fmt: skip
+    parser.add_argument("--attention", type=listed(one_of("attention", full_size.ATTENTIONS)),
                         help=f"{','.join(full_size.ATTENTIONS)}; fa2 is ComfyUI's default (default: fa2)")  # fmt: skip
-    parser.add_argument("--only", type=words, help="WEIGHTS:ATTENTION pairs to run instead of all combinations")
-    parser.add_argument("--shape", type=words, default=["canonical"],
-                        help=f"{','.join(shapes.JOBS)} or WxHxFRAMES (default: canonical)")  # fmt: skip
-    parser.add_argument("--candidates", type=words, default=["stock", "exact"], help="(default: stock,exact)")
-    parser.add_argument("--reps", type=int, default=3, help="timed rounds (default: 3)")
-    parser.add_argument("--warmup", type=int, default=1, help="untimed calls before the rounds; the first is reported")
+    parser.add_argument("--only", type=listed(pair), help="WEIGHTS:ATTENTION pairs, such as int8:kitchen, in place of all combinations")
+    parser.add_argument("--shape", type=listed(shapes.job), default="canonical",
+                        help=f"{model_arguments.SHAPES} (default: canonical)")  # fmt: skip
+    parser.add_argument("--candidates", type=listed(one_of("candidate", candidates.CANDIDATES)), default="stock,exact",
+                        help=f"{','.join(candidates.CANDIDATES)} (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--reps", type=saying(positive), default=3, help="timed rounds (default: 3)")
+    parser.add_argument("--warmup", type=saying(positive), default=1, help="untimed calls before the rounds; the first is reported")
     parser.add_argument("--deadline", type=float, help="skip what would not finish within this many seconds from start")
-    parser.add_argument("--plan", action="store_true", help="print what would run and the estimated time, and stop")
+    parser.add_argument("--plan", action="store_true", help="print what would run and the estimated time on an H200, and stop")
     parser.add_argument("--keep-going", action="store_true", help="exit 0 although bytes differ or nothing was fused")
-    chosen = parser.parse_args(argv)
-    if chosen.reps < 1 or chosen.warmup < 1:
-        parser.error("--reps and --warmup must be at least 1 (the first call of a process is never a measurement)")
-    for name in chosen.candidates:
-        if name not in candidates.CANDIDATES:
-            parser.error(f"unknown candidate {name!r}: use {','.join(candidates.CANDIDATES)}")
+    chosen = model_arguments.parse(parser, argv)
+    if chosen.only and (chosen.weights or chosen.attention):
+        parser.error("--only names pairs of weights and attention: leave out --weights and --attention")
+    chosen.pairs = chosen.only or [(w, a) for w in chosen.weights or ["bf16"] for a in chosen.attention or ["fa2"]]
     return chosen
 
 
 def configurations(chosen):
     """[(weights, job, attention)], one model built at a time, the smaller jobs of a model after the larger ones."""
-    if chosen.only:
-        pairs = [tuple(pair.split(":")) for pair in chosen.only]
-    else:
-        pairs = [(weights, attention) for weights in chosen.weights for attention in chosen.attention]
-    for pair in pairs:
-        if len(pair) != 2 or pair[0] not in full_size.WEIGHTS or pair[1] not in full_size.ATTENTIONS:
-            raise SystemExit(f"{':'.join(pair)}: not WEIGHTS:ATTENTION of {full_size.WEIGHTS} and {full_size.ATTENTIONS}")
-    jobs = sorted((shapes.job(name) for name in chosen.shape), key=lambda job: -job.rows)
-    order = sorted({weights for weights, _ in pairs}, key=full_size.WEIGHTS.index)
-    return [(w, job, a) for w in order for job in jobs for weights, a in pairs if weights == w]
+    jobs = sorted(chosen.shape, key=lambda job: -job.rows)
+    order = sorted({weights for weights, _ in chosen.pairs}, key=full_size.WEIGHTS.index)
+    return [(w, job, a) for w in order for job in jobs for weights, a in chosen.pairs if weights == w]
 
 
 def estimate_step_s(model, job, attention, matmul_TFLOPs, copy_TBs):
@@ -142,20 +118,21 @@ def measure_configuration(comfy, patcher, inputs, attention, chosen, device):
 
 
 def run(chosen, argv):
-    device = harness.pick_device(chosen.device)
-    model = shapes.model(chosen.model).with_blocks(chosen.blocks)
+    device, model = chosen.device, chosen.model
     todo = configurations(chosen)
     if chosen.plan:
         entries, total = make_plan(chosen, model, 770.0, 3.8)
-        print(json.dumps({"assuming": "H200", "plan": entries, "estimated_s": total}, indent=1))
+        plan = {"assuming": "H200", "plan": entries, "estimated_s": total}
+        if model.name != "h3":  # launches decide there, which the estimate does not know
+            plan = {"plan": [{key: value for key, value in entry.items() if key != "estimated_s"} for entry in entries]}
+        print(json.dumps(plan, indent=1))
         return 0
-    if device.type == "cpu" and model.name == "h3":
-        raise SystemExit("the full-size model needs a GPU; to try the command on a CPU: --model tiny --shape tiny --device cpu")
+    model_arguments.require_gpu(chosen)
     comfy = _comfy.load(device, chosen.comfyui)
     harness.log(f"ComfyUI {comfy.version} imported; device {device}")
     result = harness.start_result("step", device, argv, comfy.version)
     path = harness.out_path(chosen.out, "step", device)
-    with harness.guarded(result, path), torch.inference_mode(), harness.PowerLog(device, result):
+    with harness.guarded(result, path), torch.inference_mode(), machine.PowerLog(device, result):
         result["ceilings"] = harness.ceilings(device, max(job.rows for _, job, _ in todo), model.hidden)
         harness.log("ceilings", {k: round(v, 3) for k, v in result["ceilings"].items() if isinstance(v, float)})
         rates = result["ceilings"]["matmul_bf16_TFLOPs"], result["ceilings"]["copy_TBs"]
@@ -196,13 +173,11 @@ def run(chosen, argv):
                 result["rows"].append({**row, "candidate": None, "skipped": TOO_LARGE})
             result["rows"] += [{**row, **entry} for entry in measured]
             for entry in measured:
-                harness.log("  " + describe(entry))
+                harness.log("  " + describe(entry, device))
             harness.write_result(result, path)
     wrong = [row for row in result["rows"] if row.get("equal_to_stock") is False and row["candidate"] in candidates.KEEPS_BYTES]
-    # On a CPU nothing can be fused; on a GPU a candidate that fused nothing was not measured.
-    idle = [row for row in result["rows"] if device.type == "cuda" and row["candidate"] != "fastest" and candidates.stood_by(row)]
-    if not any("ms" in row for row in result["rows"]):
-        print("NOTHING WAS MEASURED: the rows say why")
+    idle = candidates.idle(result["rows"], device)
+    if harness.nothing_measured(result):
         return 1
     for text, rows in (("BYTES DIFFER FROM STOCK", wrong), ("NOTHING WAS FUSED", idle)):
         for row in rows:
@@ -210,9 +185,9 @@ def run(chosen, argv):
     return 1 if (wrong or idle) and not chosen.keep_going else 0
 
 
-def describe(row):
+def describe(row, device):
     """One line of the printed table."""
-    speed = f", {row['speedup']['of_medians']:.4f} x stock" if row["speedup"] else ""
+    speed = f", {row['speedup']['of_medians']:.4f} x stock" if row["speedup"] and device.type == "cuda" else ""
     return (
         f"{row['candidate']}: {row['ms']['median']:.1f} ms ({row['ms']['min']:.1f}-{row['ms']['max']:.1f}){speed}, "
         f"peak +{row['peak_bytes'] / 1e9:.2f} GB on {row['resident_bytes'] / 1e9:.2f}, "

@@ -1,4 +1,4 @@
-"""``python benchmarks swiglu``: SwiGLU in one pass against ``silu(gate).mul_(up)``."""
+"""``run.py bench swiglu``: SwiGLU in one pass against ``silu(gate).mul_(up)``."""
 
 from .op_cases import bench
 

@@ -1,4 +1,4 @@
-"""``python benchmarks swiglu_int8``: SwiGLU, rotation and quantisation of FC2's input, against kitchen's folded kernel."""
+"""``run.py bench swiglu_int8``: SwiGLU, rotation and quantisation of FC2's input, against kitchen's folded kernel."""
 
 from .op_cases import bench
 

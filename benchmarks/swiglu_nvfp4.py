@@ -1,4 +1,4 @@
-"""``python benchmarks swiglu_nvfp4``: SwiGLU to NVFP4 in two reads (one with a given tensor scale) against stock's six passes."""
+"""``run.py bench swiglu_nvfp4``: SwiGLU to NVFP4 in two reads (one with a given tensor scale) against stock's six passes."""
 
 from .op_cases import bench
 

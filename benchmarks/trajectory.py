@@ -15,30 +15,28 @@ from unittest import mock
 import torch
 
 from ..kernels.patch import ops, scheduled
-from . import _comfy, candidates, full_size, harness, shapes
-from .step import add_common
+from . import _comfy, candidates, command_line, full_size, harness, machine, model_arguments, shapes
+from .command_line import listed, one_of, positive, saying
 
 GATES = ("bytes", "linear", "blocks", "short", "full")
 WATCHED = (0, 24, 49)
 
 
 def arguments(argv):
-    parser = argparse.ArgumentParser(
-        prog="python benchmarks trajectory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_common(parser)
+    parser = command_line.parser("trajectory", __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    model_arguments.add_common(parser)
     parser.add_argument("--weights", choices=full_size.WEIGHTS, default="bf16")
     parser.add_argument("--attention", choices=full_size.ATTENTIONS, default="fa2", help="fa2 is ComfyUI's default")
-    parser.add_argument("--shape", default="canonical", help=f"{','.join(shapes.JOBS)} or WxHxFRAMES")
-    parser.add_argument("--small-shape", default="small", help="job of the first gate (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=12, help="sampling steps of the last gate (default: 12)")
+    parser.add_argument("--shape", type=saying(shapes.job), default="canonical", help=f"{model_arguments.SHAPES} (default: canonical)")
+    parser.add_argument("--small-shape", type=saying(shapes.job), default="small",
+                        help="job of the first two gates (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--steps", type=saying(positive), default=12, help="sampling steps of the last gate (default: 12)")
     parser.add_argument("--candidate", choices=[name for name in candidates.CANDIDATES if name != "stock"],
                         default="exact")  # fmt: skip
-    parser.add_argument("--gates", default=",".join(GATES), help="which gates to run, in this order (default: all)")
-    chosen = parser.parse_args(argv)
-    chosen.gates = [gate for gate in GATES if gate in chosen.gates.split(",")]
-    if not chosen.gates:
-        parser.error(f"--gates: none of {','.join(GATES)}")
+    parser.add_argument("--gates", type=listed(one_of("gate", GATES)), default=",".join(GATES),
+                        help="which gates to run; they keep their order (default: %(default)s)")  # fmt: skip
+    chosen = model_arguments.parse(parser, argv)
+    chosen.gates.sort(key=GATES.index)
     return chosen
 
 
@@ -116,7 +114,7 @@ class Run:
 
     def __init__(self, comfy, model, chosen, device):
         self.comfy, self.model, self.chosen, self.device = comfy, model, chosen, device
-        self.job, self.options = shapes.job(chosen.shape), dict(chosen.option)
+        self.job, self.options = chosen.shape, dict(chosen.option)
         stock = full_size.build(comfy, model, chosen.weights, device, chosen.seed)
         self.stock = full_size.with_attention(comfy, stock, chosen.attention)
         self.ours = self.reporting = candidates.make(chosen.candidate, self.stock, self.options)
@@ -125,7 +123,7 @@ class Run:
         return full_size.run_step(self.comfy, patcher, inputs, self.chosen.attention)
 
     def bytes(self):
-        inputs = full_size.make_inputs(self.comfy, self.stock, shapes.job(self.chosen.small_shape), self.device)
+        inputs = full_size.make_inputs(self.comfy, self.stock, self.chosen.small_shape, self.device)
         stock, ours = self._step(self.stock, inputs), self._step(self.ours, inputs)
         row = {"steps": 1, "stock": {"sha256": harness.sha256(stock)}, "ours": {"sha256": harness.sha256(ours)}}
         row["detail"] = {"differing": [harness.differing(a, b) for a, b in zip(stock, ours, strict=True)],
@@ -133,7 +131,7 @@ class Run:
         return row, row["stock"] == row["ours"]
 
     def linear(self):
-        job = shapes.job(self.chosen.small_shape)
+        job = self.chosen.small_shape
         inputs = full_size.make_inputs(self.comfy, self.stock, job, self.device)
         with products(self.comfy, self.model, job.rows) as stock:
             self._step(self.stock, inputs)
@@ -188,7 +186,9 @@ class Run:
         equal = [key for key in ("video_sha256", "audio_sha256", "prediction_sha256") if stock[key] != ours[key]] == []
         pairs = zip(stock["prediction_sha256"], ours["prediction_sha256"], strict=True)
         first = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
-        detail = {"first_differing_step": first, "speedup": stock["seconds"] / ours["seconds"]}
+        detail = {"first_differing_step": first}
+        if self.device.type == "cuda":
+            detail["speedup"] = stock["seconds"] / ours["seconds"]
         return {"steps": steps, "stock": stock, "ours": ours, "detail": detail}, equal and stock["finite"]
 
     def short(self):
@@ -199,21 +199,18 @@ class Run:
 
 
 def run(chosen, argv):
-    device = harness.pick_device(chosen.device)
-    model = shapes.model(chosen.model).with_blocks(chosen.blocks)
-    job = shapes.job(chosen.shape)
+    device, model, job = chosen.device, chosen.model, chosen.shape
+    model_arguments.require_gpu(chosen)
     comfy = _comfy.load(device, chosen.comfyui)
     harness.log(f"ComfyUI {comfy.version} imported; device {device}")
+    model_arguments.require_attention(comfy, chosen)
     result = harness.start_result("trajectory", device, argv, comfy.version)
-    missing = full_size.attention_missing(comfy, chosen.attention, device)
-    if missing:
-        raise SystemExit(f"--attention {chosen.attention}: {missing}")
     row = {"model": model.name, "blocks": model.blocks, "weights": chosen.weights, "shape": job.name, "rows": job.rows,
            "attention": chosen.attention, "candidate": chosen.candidate}  # fmt: skip
     row["attention_function"] = full_size.attention_name(comfy, chosen.attention, device)
     path = harness.out_path(chosen.out, "trajectory", device)
     failed = None
-    with harness.guarded(result, path), torch.inference_mode(), harness.PowerLog(device, result):
+    with harness.guarded(result, path), torch.inference_mode(), machine.PowerLog(device, result):
         _comfy.first_sdpa_call(comfy, device)
         gates = Run(comfy, model, chosen, device)
         row["compute_dtype"] = str(gates.stock.model.get_dtype_inference()).removeprefix("torch.")

@@ -4,15 +4,14 @@ Four patchers of one model in turn: stock, this pack, the LoRA alone, and both. 
 The bytes of the LoRA alone and of LoRA and pack together must be equal.
 """
 
-import argparse
 import json
 
 import torch
 
 from ..h3.turbo import Adapter
 from ..kernels.patch import side_path
-from . import _comfy, candidates, full_size, harness, shapes
-from .step import add_common, words
+from . import _comfy, candidates, command_line, full_size, harness, machine, model_arguments, shapes
+from .command_line import listed, one_of, positive, saying
 
 RANK, SCALE = 128, 0.0625  # of the published 8-step file
 PAIRS = {"turbo": "stock", "turbo+exact": "exact"}  # with the LoRA -> what it is compared with
@@ -38,11 +37,11 @@ def random_lora(model, device, rank=RANK, seed=0):
     return lora
 
 
-def make_patchers(base, lora):
-    """``{candidate: patcher}``."""
+def make_patchers(base, lora, options):
+    """``{candidate: patcher}``; ``options`` as :func:`candidates.exact` takes them."""
     return {
-        "stock": base, "exact": candidates.exact(base, {}), "turbo": side_path.attach(base, lora, 1.0),
-        "turbo+exact": candidates.exact(side_path.attach(base, lora, 1.0), {}),
+        "stock": base, "exact": candidates.exact(base, options), "turbo": side_path.attach(base, lora, 1.0),
+        "turbo+exact": candidates.exact(side_path.attach(base, lora, 1.0), options),
     }  # fmt: skip
 
 
@@ -101,24 +100,27 @@ def problems(rows, on_gpu):
 
 
 def arguments(argv):
-    parser = argparse.ArgumentParser(prog="python benchmarks turbo", description=__doc__)
-    add_common(parser)
-    parser.add_argument("--weights", type=words, default=["bf16", "int8"], help="bf16,int8 (default: both)")
-    parser.add_argument("--attention", default="fa2", help=f"one of {','.join(full_size.ATTENTIONS)} (default: fa2)")
-    parser.add_argument("--shape", default="canonical", help=f"{','.join(shapes.JOBS)} or WxHxFRAMES (default: canonical)")
-    parser.add_argument("--reps", type=int, default=3, help="timed rounds (default: 3)")
-    return parser.parse_args(argv)
+    limit = f"Fails on a GPU when LoRA and pack together cost more than {LIMIT:.0%} over the pack alone."
+    parser = command_line.parser("turbo", f"{__doc__}{limit}")
+    model_arguments.add_common(parser)
+    parser.add_argument("--weights", type=listed(one_of("weights", full_size.WEIGHTS)), default="bf16,int8",
+                        help=f"{model_arguments.WEIGHTS} (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--attention", choices=full_size.ATTENTIONS, default="fa2", help="fa2 is ComfyUI's default")
+    parser.add_argument("--shape", type=saying(shapes.job), default="canonical", help=f"{model_arguments.SHAPES} (default: canonical)")
+    parser.add_argument("--reps", type=saying(positive), default=3, help="timed rounds (default: 3)")
+    return model_arguments.parse(parser, argv)
 
 
 def main(argv):
     chosen = arguments(argv)
-    device = harness.pick_device(chosen.device)
-    model, job = shapes.model(chosen.model).with_blocks(chosen.blocks), shapes.job(chosen.shape)
+    device, model, job = chosen.device, chosen.model, chosen.shape
+    model_arguments.require_gpu(chosen)
     comfy = _comfy.load(device, chosen.comfyui)
+    model_arguments.require_attention(comfy, chosen)
     result = harness.start_result("turbo", device, argv, comfy.version)
     path = harness.out_path(chosen.out, "turbo", device)
     found = []
-    with harness.guarded(result, path), torch.inference_mode(), harness.PowerLog(device, result):
+    with harness.guarded(result, path), torch.inference_mode(), machine.PowerLog(device, result):
         result["ceilings"] = harness.ceilings(device, job.rows, model.hidden)
         _comfy.first_sdpa_call(comfy, device)
         lora = random_lora(model, device)
@@ -126,14 +128,15 @@ def main(argv):
         for weights in chosen.weights:
             base = full_size.build(comfy, model, weights, device, chosen.seed)
             inputs = full_size.make_inputs(comfy, base, job, device)
-            patchers = make_patchers(full_size.with_attention(comfy, base, chosen.attention), lora)
+            patchers = make_patchers(full_size.with_attention(comfy, base, chosen.attention), lora, dict(chosen.option))
             harness.log(f"{weights}, {model.blocks} blocks, {job.rows} rows, {chosen.attention}")
             rows = measure(comfy, patchers, inputs, chosen.attention, chosen.reps, device)
             common = {"model": model.name, "blocks": model.blocks, "weights": weights, "shape": job.name, "rows": job.rows,
-                      "attention": chosen.attention, "modules": len(lora), "rank": RANK}  # fmt: skip
+                      "attention": chosen.attention, "attention_function": full_size.attention_name(comfy, chosen.attention, device),
+                      "modules": len(lora), "rank": RANK}  # fmt: skip
             result["rows"] += [{**common, **row} for row in rows]
             for row in rows:
-                harness.log("  " + describe(row))
+                harness.log("  " + describe(row, device))
             found += [f"{weights} {text}" for text in problems(rows, device.type == "cuda")]
             base = patchers = inputs = None
             full_size.release()
@@ -143,8 +146,9 @@ def main(argv):
     return 1 if found else 0
 
 
-def describe(row):
+def describe(row, device):
     """One line of the printed table."""
-    cost = f", {row['overhead']['per_round']['median']:+.2%} over {row['overhead']['over']}" if row["overhead"] else ""
+    timed = row["overhead"] if device.type == "cuda" else None
+    cost = f", {timed['per_round']['median']:+.2%} over {timed['over']}" if timed else ""
     fused = f", {json.dumps(row['dispatch'])}" if row["dispatch"] else ""
     return f"{row['candidate']}: {row['ms']['median']:.1f} ms{cost}, peak +{row['peak_bytes'] / 1e9:.2f} GB, {row['sha256'][:12]}{fused}"

@@ -13,9 +13,11 @@ import sys
 from pathlib import Path
 
 from . import interpreter, locate
+from .environment import SetupError
 
 HELP = "measure the pack against stock on this machine"
 ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
 READERS = ("compare", "registry", "plot")  # read result files: no ComfyUI and no torch
 
 
@@ -26,9 +28,12 @@ def add_arguments(parser):
 
 
 def run(args):
-    if args.benchmark in READERS or args.rest[:1] == ["--compare"]:
-        return subprocess.call([args.python or sys.executable, str(ROOT / "benchmarks"), args.benchmark, *args.rest])
+    if not BENCHMARKS.is_dir():
+        raise SetupError(f"there is no {BENCHMARKS}: the copy of this pack in ComfyUI's registry has none; use a clone of its repository")
+    # A name that is no file here is refused at once, before a ComfyUI is looked for.
+    if args.benchmark in READERS or args.rest[:1] == ["--compare"] or not (BENCHMARKS / f"{args.benchmark}.py").is_file():
+        return subprocess.call([args.python or sys.executable, str(BENCHMARKS), args.benchmark, *args.rest])
     tree = locate.require_comfyui(args.comfyui)
     python = interpreter.for_comfyui(tree, args.python)
     environ = {**os.environ, "COMFYUI_DIR": str(tree.path)}
-    return subprocess.call([str(python), str(ROOT / "benchmarks"), args.benchmark, *args.rest], env=environ)
+    return subprocess.call([str(python), str(BENCHMARKS), args.benchmark, *args.rest], env=environ)

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from h3_vortex.benchmarks import _comfy, block, candidates, full_size, harness, shapes, step, trajectory
+from h3_vortex.benchmarks import _comfy, block, candidates, full_size, harness, shapes, step, trajectory, turbo
 
 DEVICE = torch.device("cpu")
 TINY, JOB = shapes.MODELS["tiny"], shapes.job("64x96x22")
@@ -170,20 +170,20 @@ def run(tool, tmp_path, *argv):
 
 def test_step_measures_the_packs_own_candidate(core, tmp_path):
     eager = 'features={"allow_eager": true}'
-    code, result = run(step, tmp_path, "--shape", "tiny,64x96x22", "--weights", "bf16,int8", "--attention", "fa2,cudnn",
+    code, result = run(step, tmp_path, "--shape", "tiny,64x96x22", "--weights", "bf16,int8,nvfp4", "--attention", "fa2,cudnn",
                        "--reps", "2", "--option", eager)  # fmt: skip
     assert code == 0
     measured = [row for row in result["rows"] if row["candidate"]]
     assert [(row["weights"], row["shape"], row["candidate"]) for row in measured] == [
         (weights, shape, name)
-        for weights in ("bf16", "int8") for shape in ("64x96x22", "tiny") for name in ("stock", "exact")
+        for weights in full_size.WEIGHTS for shape in ("64x96x22", "tiny") for name in ("stock", "exact")
     ]  # fmt: skip
     assert all(row["equal_to_stock"] and row["repeatable"] and row["finite"] for row in measured)
     assert all(row["ms"]["n"] == 2 for row in measured)
     fused = [row["dispatch"]["fused"] for row in measured if row["candidate"] == "exact"]
     assert min(fused) > 0, "stock against stock is no evidence"
     skipped = [row for row in result["rows"] if "skipped" in row]
-    assert len(skipped) == 4 and all("CUDA" in row["skipped"] for row in skipped)
+    assert len(skipped) == 6 and all("CUDA" in row["skipped"] for row in skipped)
 
 
 def test_step_fails_on_one_bit(core, candidate, tmp_path, capsys):
@@ -228,8 +228,9 @@ def test_a_row_of_ones_own_is_one_command(core, candidate, tmp_path, monkeypatch
     assert result["environment"]["comfyui"] == core.version and len(result["environment"]["source_sha256"]) == 64
 
 
-def test_gates_pass_the_packs_own_candidate(core, tmp_path):
-    code, result = run(trajectory, tmp_path, "--shape", "64x96x22", "--small-shape", "tiny", "--steps", "3",
+@pytest.mark.parametrize("weights", full_size.WEIGHTS)
+def test_gates_pass_the_packs_own_candidate(core, tmp_path, weights):
+    code, result = run(trajectory, tmp_path, "--weights", weights, "--shape", "64x96x22", "--small-shape", "tiny", "--steps", "3",
                        "--option", 'features={"allow_eager": true}')  # fmt: skip
     rows = {row["gate"]: row for row in result["rows"]}
     assert code == 0 and all(row["passed"] for row in rows.values())
@@ -238,6 +239,7 @@ def test_gates_pass_the_packs_own_candidate(core, tmp_path):
     assert list(rows["linear"]["detail"]) == [f"{block} {name}" for block in range(3) for name in ("qkv", "out_proj", "fc1", "fc2")]
     assert rows["linear"]["detail"]["0 fc1"]["of"] == shapes.job("tiny").rows * 2 * TINY.ffn
     assert list(rows["blocks"]["detail"]) == ["0", "1", "2"]
+    assert rows["full"]["detail"] == {"first_differing_step": None}, "a CPU has no speed-up"
     assert len(rows["full"]["ours"]["prediction_sha256"]) == 3
     assert rows["full"]["dispatch"]["fused"] > rows["short"]["dispatch"]["fused"] > 0
 
@@ -290,8 +292,10 @@ def test_the_linear_gate_fails_on_one_wrong_product(core, candidate, tmp_path, m
 
 def test_block_sorts_the_work_of_one_block(core, candidate, tmp_path):
     candidate(lambda patcher, options: patcher.clone())
-    code, result = run(block, tmp_path, "--shape", "64x96x22", "--rounds", "1")
+    code, result = run(block, tmp_path, "--shape", "64x96x22", "--rounds", "1", "--weights", ",".join(full_size.WEIGHTS))
     assert code == 0
+    assert [(row["weights"], row["candidate"]) for row in result["rows"]] == [
+        (weights, name) for weights in full_size.WEIGHTS for name in ("stock", "exact")]  # fmt: skip
     for row in result["rows"]:
         groups = row["groups_ms"]
         assert {"qkv GEMM", "out_proj GEMM", "fc1 GEMM", "fc2 GEMM", "rope", "norm", "modulation", "gate", "activation",
@@ -299,3 +303,30 @@ def test_block_sorts_the_work_of_one_block(core, candidate, tmp_path):
         launches = {(kernel["group"], kernel["name"]): kernel["launches"] for kernel in row["kernels"]}
         assert launches["gate", "aten::addcmul_"] == 6  # two gates, three segments
         assert launches["norm", "aten::rms_norm"] == 2
+
+
+def test_block_fails_when_nothing_was_measured(core, tmp_path, capsys):
+    code, result = run(block, tmp_path, "--shape", "tiny", "--attention", "cudnn")
+    assert code == 1 and [row["skipped"] for row in result["rows"]] == ["needs a CUDA device"]
+    assert "NOTHING WAS MEASURED" in capsys.readouterr().out
+
+
+def test_turbo_measures_every_storage(core, tmp_path, capsys):
+    code, result = run(turbo, tmp_path, "--shape", "tiny", "--reps", "1", "--weights", ",".join(full_size.WEIGHTS),
+                       "--option", 'features={"allow_eager": true}')  # fmt: skip
+    rows = {(row["weights"], row["candidate"]): row for row in result["rows"]}
+    assert code == 0 and len(rows) == len(result["rows"]) == 4 * len(full_size.WEIGHTS)
+    for weights in full_size.WEIGHTS:
+        stock, exact, lora, both = (rows[weights, name] for name in ("stock", "exact", "turbo", "turbo+exact"))
+        assert stock["sha256"] == exact["sha256"] != lora["sha256"] == both["sha256"]
+        assert exact["dispatch"]["fused"] > 0 and both["dispatch"]["fused"] > 0, "the options reach both"
+        assert both["overhead"]["over"] == "exact" and stock["attention_function"] == full_size.attention_name(core, "fa2", DEVICE)
+    out = capsys.readouterr().out
+    assert "no speeds" in out and " over stock" not in out
+
+
+@pytest.mark.parametrize("tool", [turbo, trajectory])
+def test_one_attention_that_cannot_run_is_told_before_the_build(core, tmp_path, tool):
+    with pytest.raises(SystemExit, match="--attention kitchen: needs a CUDA device"):
+        run(tool, tmp_path, "--shape", "tiny", "--attention", "kitchen")
+    assert not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from h3_vortex.benchmarks import block, candidates, compare, full_size, harness, shapes, step, trajectory
+from h3_vortex.benchmarks import candidates, compare, full_size, harness, machine, shapes, step, trajectory
 
 jsonschema = pytest.importorskip("jsonschema", reason="results are checked with jsonschema (requirements/test-tools.txt)")
 
@@ -38,7 +38,13 @@ def test_a_job_by_its_size_is_the_named_one():
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("1344x770x124", "height 770"), ("1344x768x125", "the next is 141"), ("640x480", "unknown job"), ("0x64x5", "width 0")],
+    [
+        ("1344x770x124", "height 770 is not a multiple of 32: use 768 or 800"),
+        ("1350x768x124", "width 1350 is not a multiple of 32: use 1344 or 1376"),
+        ("864x480x100", "100 frames is not on the 17k.5 grid: use 90 or 107"),
+        ("640x480", "unknown job '640x480'"),
+        ("0x64x5", "width 0"),
+    ],
 )
 def test_a_wrong_job_says_what_is_wrong(name, says):
     with pytest.raises(ValueError, match=says):
@@ -128,6 +134,7 @@ def step_row(**changes):
 def test_results_follow_the_schema(tmp_path):
     jsonschema.Draft202012Validator.check_schema(json.loads(harness.SCHEMA.read_text()))
     result = result_with("step", [step_row(), {**step_row(), "candidate": None, "skipped": "needs a CUDA device"}])
+    harness.validate(result)
     harness.write_result(result, tmp_path / "deep" / "a.json")
     assert json.loads((tmp_path / "deep" / "a.json").read_text()) == result
     assert not list(tmp_path.rglob("*.part"))
@@ -165,6 +172,63 @@ def test_measurements_survive_a_failure_and_odd_numbers(tmp_path):
     assert written["rows"] == [{"op": "gate", "rel": "nan"}] and "late" in written["error"]
 
 
+def test_the_schema_knows_every_weight_storage_and_attention():
+    properties = json.loads(harness.SCHEMA.read_text(encoding="utf-8"))["$defs"]["configuration"]["properties"]
+    assert properties["weights"]["enum"] == list(full_size.WEIGHTS)
+    assert properties["attention"]["enum"] == list(full_size.ATTENTIONS)
+
+
+def test_a_result_off_the_schema_is_kept_and_told(tmp_path, capsys):
+    result = result_with("step", [step_row(weights="fp3")])
+    with harness.guarded(result, tmp_path / "r.json"):
+        pass
+    assert json.loads((tmp_path / "r.json").read_text())["rows"][0]["weights"] == "fp3"
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "does not follow result.schema.json" in line]
+    assert "rows.0.weights: 'fp3' is not one of ['bf16', 'int8', 'nvfp4']" in line
+    with pytest.raises(jsonschema.ValidationError):
+        harness.validate(result)
+
+
+def test_a_failed_write_leaves_no_part_and_keeps_the_file_that_was_there(tmp_path, monkeypatch):
+    harness.write_result(result_with("step", []), tmp_path / "r.json")
+    before = (tmp_path / "r.json").read_bytes()
+
+    def full(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="disk full"):
+        harness.write_result(result_with("step", [step_row()]), tmp_path / "r.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"] and (tmp_path / "r.json").read_bytes() == before
+
+
+def test_a_run_without_a_row_leaves_a_file_only_where_one_was_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
+
+    def fail(path, rows):
+        with pytest.raises(KeyError), harness.guarded(result_with("kernels", rows), path):
+            raise KeyError("late")
+        return path.exists()
+
+    assert not fail(harness.out_path(None, "kernels", CPU), [])
+    assert fail(harness.out_path(None, "kernels", CPU), [{"op": "gate"}])
+    assert fail(tmp_path / "asked.json", [])
+
+
+def test_a_default_place_that_cannot_be_written_is_told_before_the_run(tmp_path, monkeypatch):
+    (tmp_path / "results").write_text("a file")
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
+    with pytest.raises(SystemExit, match="cannot be written .*, with --out"):
+        harness.out_path(None, "step", CPU)
+
+
+def test_a_cpu_run_says_once_that_it_measures_no_speed(tmp_path, capsys):
+    with harness.guarded(result_with("step", []), tmp_path / "r.json"):
+        pass
+    assert capsys.readouterr().out.count("harness check on a CPU: no speeds") == 1
+    assert "x stock" not in step.describe(step_row(), CPU) and "1.0000 x stock" in step.describe(step_row(), torch.device("cuda"))
+
+
 def test_a_cpu_result_says_that_its_times_mean_nothing():
     result = result_with("step", [])
     assert result["clock"] == "wall" and result["speed_valid"] is False
@@ -180,16 +244,16 @@ def test_ceilings_are_positive_numbers():
 def test_power_log_counts_busy_samples_only():
     lines = ["640.0, 700.00, 1755, 100, 55, Active", "120.0, 700.00, 1980, 3, 40, Not Active",
              "650.0, 700.00, 1805, 97, 57, Not Active", "[N/A], 700, 1, 100, 1, Active", "6"]  # fmt: skip
-    power = harness.PowerLog.summarise(lines)
+    power = machine.PowerLog.summarise(lines)
     assert power["busy_samples"] == 2 and power["power_capped_share"] == 0.5
     assert power["power_W"] == {"mean": 645.0, "max": 650.0, "limit": 700.0}
     assert power["sm_clock_MHz"]["min"] == 1755.0
-    assert harness.PowerLog.summarise([]) == {"busy_samples": 0}
+    assert machine.PowerLog.summarise([]) == {"busy_samples": 0}
 
 
 def test_power_log_needs_no_nvidia_smi():
     result = {"power": None}
-    with harness.PowerLog(CPU, result):
+    with machine.PowerLog(CPU, result):
         pass
     assert result["power"] is None
 
@@ -208,9 +272,9 @@ def test_power_log_samples_nvidia_smi_and_stops_it(tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").write_text(SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(harness, "_uuid", lambda device: "GPU-0")
+    monkeypatch.setattr(machine, "_uuid", lambda device: "GPU-0")
     result = {"power": None}
-    power = harness.PowerLog(torch.device("cuda"), result)
+    power = machine.PowerLog(torch.device("cuda"), result)
     with power:
         time.sleep(0.5)
     assert result["power"]["busy_samples"] >= 2 and result["power"]["power_capped_share"] == 1.0
@@ -233,8 +297,8 @@ def test_sdpa_order_is_put_back_after_a_failure():
 
 
 def test_the_front_end_lists_the_benchmarks_and_keeps_them_off_the_path():
-    done = subprocess.run([sys.executable, str(harness.ROOT / "benchmarks"), "nothing"], capture_output=True, text=True)
-    assert done.returncode == 2
+    done = subprocess.run([sys.executable, str(harness.ROOT / "benchmarks"), "kernel"], capture_output=True, text=True)
+    assert done.returncode == 2 and "unknown benchmark kernel; near it: kernels" in done.stderr
     assert {"step", "block", "trajectory", "compare"} <= set(done.stderr.split("{")[1].split("}")[0].split(","))
     done = subprocess.run([sys.executable, str(harness.ROOT / "benchmarks"), "step", "--plan"], capture_output=True, text=True)
     assert done.returncode == 0 and json.loads(done.stdout)["plan"]
@@ -309,8 +373,6 @@ def test_configurations_build_each_model_once_and_large_jobs_first():
 def test_only_names_the_pairs():
     chosen = step.arguments(["--only", "int8:kitchen,bf16:fa2"])
     assert [(w, a) for w, _, a in step.configurations(chosen)] == [("bf16", "fa2"), ("int8", "kitchen")]
-    with pytest.raises(SystemExit, match="bf16:magic"):
-        step.configurations(step.arguments(["--only", "bf16:magic"]))
 
 
 def test_the_plan_adds_up(capsys):
@@ -319,19 +381,14 @@ def test_the_plan_adds_up(capsys):
     plan = json.loads(capsys.readouterr().out)
     entries = plan["plan"]
     assert [entry["calls"] for entry in entries] == [6, 6]  # (1 warm-up + 2 rounds) x (stock, exact)
+    assert plan["assuming"] == "H200"
     assert plan["estimated_s"] == pytest.approx(sum(entry["estimated_s"] for entry in entries) + 10, abs=0.11)
 
 
-@pytest.mark.parametrize("argv", [["--reps", "0"], ["--warmup", "0"], ["--candidates", "stock,magic"]])
-def test_step_refuses_what_would_measure_nothing(argv, capsys):
-    with pytest.raises(SystemExit):
-        step.arguments(argv)
-    assert "usage" in capsys.readouterr().err
-
-
-def test_option_values_are_json_or_words():
-    assert step.option('features={"rope": false}') == ("features", {"rope": False})
-    assert step.option("mode=exact") == ("mode", "exact")
+def test_the_plan_estimates_the_full_model_alone(capsys):
+    assert step.main(["--plan", "--model", "tiny", "--shape", "tiny"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "plan": [{"weights": "bf16", "shape": "tiny", "rows": 31, "attention": "fa2", "calls": 8}]}  # fmt: skip
 
 
 def test_dispatch_counts_what_stock_did():
@@ -343,6 +400,15 @@ def test_dispatch_counts_what_stock_did():
     assert candidates.dispatch(None) is None and not candidates.stood_by({"dispatch": None})
 
 
+def test_only_a_gpu_makes_a_row_in_which_nothing_was_fused_a_fault():
+    aside = {"fused": 0, "stock": 6, "why_stock": {}}
+    rows = [{"candidate": "stock", "dispatch": None}, {"candidate": "exact", "dispatch": aside},
+            {"candidate": "fastest", "dispatch": aside}, {"candidate": "exact", "dispatch": {**aside, "fused": 6}},
+            {"candidate": None, "skipped": "needs a CUDA device"}]  # fmt: skip
+    assert candidates.idle(rows, torch.device("cuda")) == [rows[1]]
+    assert candidates.idle(rows, CPU) == []
+
+
 def test_watched_blocks():
     assert trajectory.watched_blocks(50) == (0, 24, 49)
     assert trajectory.watched_blocks(3) == (0, 1, 2)
@@ -352,110 +418,8 @@ def test_gates_keep_their_order():
     assert trajectory.arguments(["--gates", "full,bytes"]).gates == ["bytes", "full"]
 
 
-# ----------------------------------------------------------------------------------------------------------- the block
-MODEL = shapes.MODELS["h3"]
-
-
-def operator(name, *dims, start=0.0, end=1.0):
-    return block.Operator(name, start, end, 1, [list(shape) for shape in dims])
-
-
-S = 37_810
-
-
-@pytest.mark.parametrize(
-    ("chain", "kernel", "group"),
-    [
-        ([operator("aten::linear", (S, 5376), (21504, 5376), ())], "nvjet_tst_256x128", "qkv GEMM"),
-        ([operator("aten::linear", (S, 14336), (5376, 14336)), operator("aten::mm", (S, 14336), (14336, 5376))], "gemm", "fc2 GEMM"),
-        ([operator("aten::linear", (S, 5376), (28672, 5376))], "convrot_quant_rowwise_kernel", "quantise"),
-        ([operator("aten::linear", (S, 5376), (28672, 5376))], "cutlass::Kernel<DefaultGemmWithVisitor, dequant>", "fc1 GEMM"),
-        ([], "cutlass::Kernel2<gemm>", block.BARE),
-        ([], "swiglu", "activation"),
-        ([], "gate_norm_modulate_int8", "gate + norm + modulation + quantise"),
-        ([], "qk_int_sv_i8_attn_kernel<128u>", "attention"),
-        ([], "quant_qk_fused<__nv_bfloat16>", "attention: quantise"),
-        ([], "swiglu_convrot_quant_kernel", "activation + quantise"),
-        ([operator("h3_vortex::int8_linear", (S, 14336), (S, 1), (5376, 14336))], "cutlass::gemm", "fc2 GEMM"),
-        ([operator("aten::mul_", (S - 514, 5376), (5376,))], "elementwise_kernel", "modulation"),
-        ([operator("aten::add_", (100, 5376), (5376,), ())], "elementwise_kernel", "modulation"),
-        ([operator("aten::addcmul_", (S, 5376), (S, 5376), (5376,), ())], "elementwise_kernel", "gate"),
-        ([operator("aten::add", (5376,), (), ())], "elementwise_kernel", "other"),
-        ([operator("aten::rms_norm", (S, 5376), (), (5376,))], "vectorized_layer_norm_kernel", "norm"),
-        ([operator("aten::silu", (S, 14336))], "elementwise_kernel", "activation"),
-        ([operator("aten::mul_", (S, 14336), (S, 14336))], "elementwise_kernel", "activation"),
-        ([operator("comfy_kitchen::rms_rope_split_half_", (1, S, 56, 128))], "rms_rope_kernel", "rope"),
-        ([operator("aten::scaled_dot_product_attention", (1, 56, S, 128))], "flash_fwd_kernel", "attention"),
-        ([], "_attn_fwd", "attention"),
-        ([], "quant_per_block_int8_kernel", "attention: quantise"),
-        ([operator("aten::clone", (S, 56, 128), ())], "elementwise_kernel", "copies"),
-        ([operator("aten::linear", (2, 8), (96768, 8), (96768,))], "gemv", "adaln"),
-        ([operator("h3_vortex::gate_norm_modulate", (S, 5376))], "norm_modulate_kernel", "gate + norm + modulation"),
-        ([operator("h3_vortex::qk_norm_rope", (1, S, 56, 128))], "qk_norm_rope", "rope"),
-    ],
-)  # fmt: skip
-def test_kernels_are_sorted_by_what_launched_them(chain, kernel, group):
-    assert block.classify(chain, kernel, MODEL) == group
-
-
-def test_a_cast_of_the_weight_is_no_product():
-    assert block.gemm_of(operator("aten::to", (21504, 5376), ()), MODEL) is None
-    assert block.gemm_of(operator("aten::copy_", (21504, 5376), (21504, 5376)), MODEL) is None
-
-
-def trace(blocks):
-    """A CUDA trace of ``blocks`` blocks: a QKV product of 2 ms, RoPE of 0.5 ms, a gate of 1 ms, launched inside their operators."""
-    events, correlation = [], 0
-    for index in range(blocks):
-        for at, name, dims, kernel, duration in (
-            (0, "aten::linear", [[S, 5376], [21504, 5376], []], "nvjet", 2000.0),
-            (1, "aten::mm", [[S, 5376], [5376, 21504]], None, 0),
-            (30, "comfy_kitchen::rms_rope_split_half_", [[1, S, 56, 128]], "rope_kernel", 500.0),
-            (50, "aten::addcmul_", [[S, 5376], [S, 5376], [5376], []], "elementwise_kernel", 1000.0),
-        ):
-            start = 100.0 * index + at
-            length = 20 if name == "aten::linear" else 10
-            events.append({"cat": "cpu_op", "name": name, "ts": start, "dur": length, "tid": 7,
-                           "args": {"Input Dims": dims}})  # fmt: skip
-            if kernel:
-                correlation += 1
-                events.append({"cat": "cuda_driver", "name": "cuLaunchKernel", "ts": start + 2, "dur": 1, "tid": 7,
-                               "args": {"correlation": correlation}})  # fmt: skip
-                events.append({"cat": "kernel", "name": kernel, "ts": 10_000 + start, "dur": duration, "tid": 0,
-                               "args": {"correlation": correlation}})  # fmt: skip
-    return events
-
-
-def test_a_block_is_what_lies_between_two_rope_kernels():
-    windows = block.blocks_of(*block.read_trace(trace(4), "cuda"), MODEL)
-    assert len(windows) == 3
-    groups, kernels = block.tabulate(windows)
-    assert groups == {"qkv GEMM": 2.0, "gate": 1.0, "rope": 0.5}
-    assert kernels[0] == {"group": "qkv GEMM", "name": "nvjet", "ms": 2.0, "launches": 1}
-
-
-def test_products_without_an_operator_are_named_by_their_order():
-    bare = [(block.BARE, "gemm")]
-    groups = [group for group, _ in block.named_products([("rope", "r"), *bare, ("gate", "g"), *bare, *bare, *bare])]
-    assert groups == ["rope", "out_proj GEMM", "gate", "fc1 GEMM", "fc2 GEMM", "qkv GEMM"]
-    assert block.named_products(bare) == [("fc2 GEMM", "gemm")]
-    assert block.named_products(bare * 3) == [(f"{block.BARE} GEMM", "gemm")] * 3
-
-
-def test_a_trace_without_launches_is_refused():
-    events = [event for event in trace(3) if event["cat"] != "cuda_driver"]
-    with pytest.raises(RuntimeError, match="no launch"):
-        block.read_trace(events, "cuda")
-
-
-def test_one_block_is_not_enough():
-    with pytest.raises(RuntimeError, match="at least two blocks"):
-        block.tabulate(block.blocks_of(*block.read_trace(trace(1), "cuda"), MODEL))
-    with pytest.raises(SystemExit):
-        block.arguments(["--blocks", "1"])
-
-
 def test_a_result_does_not_tell_folders():
-    argv = ["--shape", "tiny", "--out", "/somewhere/private/mine.json"]
-    assert harness.without_folders(argv) == ["--shape", "tiny", "--out", "mine.json"]
-    assert harness.start_result("step", "cpu", argv)["command"][-1] == "mine.json"
+    argv = ["--comfyui=/somewhere/else/ComfyUI", "--shape", "tiny", "--out", "/somewhere/private/mine.json"]
+    assert harness.without_folders(argv) == ["--comfyui=ComfyUI", "--shape", "tiny", "--out", "mine.json"]
+    assert harness.start_result("step", "cpu", argv)["command"] == [
+        "python", "run.py", "bench", "step", "--comfyui=ComfyUI", "--shape", "tiny", "--out", "mine.json"]  # fmt: skip

@@ -111,6 +111,9 @@ def test_listing(capsys):
     assert registry.main(["--quoted"]) == 0
     assert "https://github.com/kijai/ComfyUI-KJNodes" in capsys.readouterr().out
     with pytest.raises(SystemExit):
+        registry.main(["--status", "nonsense"])
+    assert "'temporarily_blocked'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         registry.main(["perpetual-motion"])
     assert "there are exact-norm-order" in capsys.readouterr().err
 
@@ -135,3 +138,5 @@ def test_the_front_door_needs_no_comfyui_for_what_only_reads_results(tmp_path):
         done = bench(*words)
         assert done.returncode == 0 and "ratio 1.0000" in done.stdout, done.stderr
     assert bench("step", "--plan").returncode != 0, "whatever measures asks for a ComfyUI first"
+    wrong = bench("trajectroy")
+    assert wrong.returncode == 2 and "unknown benchmark trajectroy; near it: trajectory" in wrong.stderr
