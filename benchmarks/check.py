@@ -14,7 +14,7 @@ from ..kernels.cublaslt import Problem
 from ..kernels.gemm_schedule import search
 from . import command_line, gemm, int8_cases, model_arguments, shapes
 from .command_line import listed, one_of
-from .harness import NO_SPEEDS, guarded, pick_device, start_result
+from .harness import guarded, pick_device, start_result
 from .op_cases import as_comfyui, backends, device_times, make, stock_problem, wrong_elements
 
 OPS = (*stock.OPS, *stock.NVFP4_OPS, *int8_cases.OPS)
@@ -68,7 +68,7 @@ def main(argv):
     parser.add_argument("--ops", type=listed(one_of("op", OPS)), default=list(OPS), help="names, comma separated (default: all)")
     args = parser.parse_args(argv)
     device = args.device
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else NO_SPEEDS
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"torch {torch.__version__}, {where}", flush=True)
     result = start_result("check", device, argv)
     with guarded(result, args.out) if args.out else contextlib.nullcontext():

@@ -26,7 +26,6 @@ from .machine import environment
 SCHEMA = ROOT / "benchmarks" / "result.schema.json"
 RESULTS = ROOT / "benchmarks" / "results"
 SCHEMA_VERSION = 1
-NO_SPEEDS = "harness check on a CPU: no speeds"
 PATHS = ("--out", "--comfyui")
 _START = time.monotonic()
 
@@ -220,8 +219,10 @@ def without_folders(argv):
 
 
 def start_result(kind, device, argv, comfyui=None):
-    """A result without rows: who, where, when, how. Fill ``rows`` and hand it to :func:`write_result`."""
+    """A result without rows: who, where, when, how; says so when it can hold no speeds. Fill ``rows`` inside :func:`guarded`."""
     cuda = torch.device(device).type == "cuda"
+    if not cuda:
+        log("harness check on a CPU: no speeds")
     return {
         "schema": SCHEMA_VERSION,
         "kind": kind,
@@ -312,8 +313,6 @@ def guarded(result, path):
     A result that does not fit the schema is a bug here and no reason to lose it: it is written, and one line says what is off. A run
     that failed before its first row leaves nothing where nobody asked for a file.
     """
-    if not result["speed_valid"]:
-        log(NO_SPEEDS)
     try:
         yield result
     except BaseException as error:

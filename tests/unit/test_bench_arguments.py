@@ -117,6 +117,16 @@ def test_cuda_asked_for_in_vain(capsys, monkeypatch):
     assert "cuda: this torch sees no CUDA device (use cpu for a harness check)" in refusal(capsys, "step", "--device", "cuda")
 
 
+def test_a_cuda_device_has_a_number_that_is_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    picked = [harness.pick_device(name) for name in (None, "cuda", "cuda:0", torch.device("cuda", 1), "cpu")]
+    assert list(map(str, picked)) == ["cuda:1", "cuda:1", "cuda:0", "cuda:1", "cpu"]
+    with pytest.raises(ValueError, match="cuda:2: the last CUDA device here is cuda:1"):
+        harness.pick_device("cuda:2")
+
+
 @pytest.mark.parametrize("tool", ["step", "kernels", "attention", "gemm"])
 def test_a_place_that_cannot_be_written_is_told_before_the_run(capsys, tmp_path, tool):
     assert "is a folder: name a file" in refusal(capsys, tool, "--out", str(tmp_path))

@@ -117,8 +117,9 @@ def test_a_wrong_byte_fails_the_check_and_the_benchmark(small, monkeypatch, tmp_
     assert json.loads(out.read_text())["rows"][0]["backends"]["eager"]["differing"] == 1
 
 
-def test_the_check_keeps_its_evidence(small, tmp_path):
+def test_the_check_keeps_its_evidence(small, tmp_path, capsys):
     assert check.main(["--device", "cpu", "--ops", "gate", "--out", str(tmp_path / "mine.json")]) == 0
+    assert capsys.readouterr().out.count("harness check on a CPU: no speeds") == 1
     kept = json.loads((tmp_path / "mine.json").read_text())
     assert kept["kind"] == "check" and kept["speed_valid"] is False
     assert {row["backend"] for row in kept["rows"]} == {"cuda", "triton", "eager"}
