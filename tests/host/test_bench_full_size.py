@@ -311,6 +311,13 @@ def test_block_fails_when_nothing_was_measured(core, tmp_path, capsys):
     assert "NOTHING WAS MEASURED" in capsys.readouterr().out
 
 
+def test_block_fails_when_nothing_was_fused_on_a_gpu(core, candidate, tmp_path, monkeypatch, capsys):
+    candidate(lambda patcher, options: patcher.clone())
+    monkeypatch.setattr(candidates, "idle", lambda rows, device: rows[1:])  # what it finds has a unit test; a CPU fuses nothing
+    code, _ = run(block, tmp_path, "--shape", "tiny", "--rounds", "1")
+    assert code == 1 and "NOTHING WAS FUSED: bf16 fa2 exact" in capsys.readouterr().out
+
+
 def test_turbo_measures_every_storage(core, tmp_path, capsys):
     code, result = run(turbo, tmp_path, "--shape", "tiny", "--reps", "1", "--weights", ",".join(full_size.WEIGHTS),
                        "--option", 'features={"allow_eager": true}')  # fmt: skip

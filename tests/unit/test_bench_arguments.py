@@ -1,6 +1,7 @@
 """Wrong arguments of the benchmarks: one line that says what to use instead, exit code 2, and nothing built, measured or written."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from h3_vortex.benchmarks import (
     trajectory,
     turbo,
 )
+from h3_vortex.frontdoor import cmd_bench
+from h3_vortex.frontdoor.environment import SetupError
 
 TOOLS = {"attention": attention, "block": block, "compare": compare, "diffusers_step": diffusers_step, "gemm": gemm, "kernels": kernels,
          "plot": plot, "step": step, "trajectory": trajectory, "turbo": turbo}  # fmt: skip
@@ -150,6 +153,12 @@ def test_what_is_no_result_file_is_told(capsys, tmp_path):
 def test_the_full_model_is_refused_on_a_cpu(tool):
     with pytest.raises(SystemExit, match="the full-size model needs a GPU; to try the command on a CPU: --model tiny --shape tiny"):
         TOOLS[tool].main(["--device", "cpu"])
+
+
+def test_a_copy_of_the_pack_without_benchmarks_says_where_they_are(monkeypatch, tmp_path):
+    monkeypatch.setattr(cmd_bench, "BENCHMARKS", tmp_path / "benchmarks")
+    with pytest.raises(SetupError, match="there is no .*benchmarks: .* use a clone of its repository"):
+        cmd_bench.run(SimpleNamespace(benchmark="step", rest=[], comfyui=None, python=None))
 
 
 def test_option_values_are_json_or_words():
