@@ -1,4 +1,4 @@
-"""``python benchmarks tables``: the README's measured tables, written from ``benchmarks/results`` and nothing else.
+"""``run.py bench tables``: the README's measured tables, written from ``benchmarks/results`` and nothing else.
 
 Every figure in the README between ``<!-- table: NAME -->`` and ``<!-- end of table -->`` comes from here; a unit test fails when they
 differ from the result files.
@@ -102,6 +102,7 @@ def filled(text):
 
 
 def main(argv):
-    argparse.ArgumentParser(prog="benchmarks tables", description=__doc__).parse_args(argv)
+    argparse.ArgumentParser(prog="run.py bench tables", description=__doc__).parse_args(argv)
     README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote the tables {', '.join(TABLES)} in {README.name}")
     return 0

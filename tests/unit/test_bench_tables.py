@@ -7,7 +7,7 @@ from h3_vortex.benchmarks import tables
 def test_the_readme_holds_what_the_result_files_say():
     text = tables.README.read_text(encoding="utf-8")
     assert {match[2] for match in tables.BLOCK.finditer(text)} == set(tables.TABLES)
-    assert tables.filled(text) == text, "run: python benchmarks tables"
+    assert tables.filled(text) == text, "run: python run.py bench tables"
 
 
 @pytest.mark.parametrize("name", tables.TABLES)
