@@ -76,8 +76,12 @@ def run(args):
         return done.returncode, time.monotonic() - began
 
     results = {}
-    # The host tier mostly waits for servers and keeps one core busy, so the unit tier may have the other.
-    together = {"unit", "host"} <= {tier for tier in tiers if not missing[tier]} and (os.cpu_count() or 1) > 1
+    # The host tier mostly waits for servers and keeps one core busy, so the unit tier may have the other. Each takes its share of the
+    # cores: tiny models gain nothing from a second thread, and threads without a core of their own wait for each other.
+    cores = os.cpu_count() or 1
+    together = {"unit", "host"} <= {tier for tier in tiers if not missing[tier]} and cores > 1
+    if together:
+        environ.setdefault("OMP_NUM_THREADS", str(cores // 2))
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output, ThreadPoolExecutor(1) as beside:
         unit = beside.submit(pytest, "unit", output) if together else None
         for tier in tiers:
