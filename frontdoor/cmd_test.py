@@ -25,6 +25,8 @@ HELP = "run every test tier that this machine can"
 ROOT = Path(__file__).resolve().parent.parent
 TIERS = ("unit", "host", "gpu", "blackwell")
 FOLDERS = {"unit": ("tests/unit", "tests/reports")}  # of a tier that has more than its own
+# Whole videos through servers of their own: nearly half of the host tier's time.
+VIDEOS = ("tests/host/workflows", "tests/host/test_nodes_workflows.py", "tests/host/test_demo.py")
 TOOLS = ("pytest", "hypothesis", "jsonschema")
 # Not `python -m pytest`: that puts the working directory, and so the pack's nodes/, on sys.path.
 PYTEST = """
@@ -68,32 +70,36 @@ def run(args):
     missing = {tier: why_missing(tier, tree, device) for tier in tiers}
     command = [str(python), "-c", PYTEST, str(ROOT), str(extra or ""), "--import-mode=importlib", "-rs"]
 
-    def pytest(tier, output=None):
-        """(pytest's exit status, seconds) of a tier."""
+    def pytest(tier, *paths, output=None):
+        """(pytest's exit status, seconds) of ``paths``, or of a whole tier."""
         began = time.monotonic()
-        folders = FOLDERS.get(tier, (f"tests/{tier}",))
-        done = subprocess.run([*command, *folders, *args.pytest], cwd=ROOT, env=environ, stdout=output, stderr=output)
+        paths = paths or FOLDERS.get(tier, (f"tests/{tier}",))
+        done = subprocess.run([*command, *paths, *args.pytest], cwd=ROOT, env=environ, stdout=output, stderr=output)
         return done.returncode, time.monotonic() - began
 
     results = {}
-    # The host tier mostly waits for servers and keeps one core busy, so the unit tier may have the other. Each takes its share of the
-    # cores: tiny models gain nothing from a second thread, and threads without a core of their own wait for each other.
+    # The host tier waits for servers and keeps one core busy, so the unit tier and then its own longest tests may have the other. Each takes
+    # its share of the cores: tiny models gain nothing from a second thread, and threads without a core of their own wait for each other.
     cores = os.cpu_count() or 1
     together = {"unit", "host"} <= {tier for tier in tiers if not missing[tier]} and cores > 1
     if together:
         environ.setdefault("OMP_NUM_THREADS", str(cores // 2))
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output, ThreadPoolExecutor(1) as beside:
-        unit = beside.submit(pytest, "unit", output) if together else None
+        if together:
+            unit = beside.submit(pytest, "unit", output=output)
+            videos = beside.submit(pytest, "host", *VIDEOS, output=output)
         for tier in tiers:
             if missing[tier] or (tier == "unit" and together):
                 continue
-            note = " (tests/unit runs beside it; its output follows)" if tier == "host" and together else ""
-            print(f"\n== tests/{tier}{note}", flush=True)
-            results[tier] = pytest(tier)
             if tier == "host" and together:
-                results["unit"] = unit.result()
+                print("\n== tests/host (beside it tests/unit, then the tests that make whole videos; their output follows)", flush=True)
+                rest = pytest("host", "tests/host", *(f"--ignore={path}" for path in VIDEOS))
+                results["unit"], results["host"] = unit.result(), both(rest, videos.result())
                 output.seek(0)
-                print(f"\n== tests/unit\n{output.read()}", flush=True)
+                print(f"\n== tests/unit, then tests/host that make whole videos\n{output.read()}", flush=True)
+                continue
+            print(f"\n== tests/{tier}", flush=True)
+            results[tier] = pytest(tier)
     lines = []
     for tier in tiers:
         if missing[tier]:
@@ -104,6 +110,12 @@ def run(args):
             lines.append(f"{tier:<10} {verdict_of(code)} in {seconds:.0f} s")
     print("\nTiers\n  " + "\n  ".join(lines), flush=True)
     return 1 if any(code for code, _ in results.values()) or any(missing[tier] for tier in required & set(tiers)) else 0
+
+
+def both(one, other):
+    """The (exit status, seconds) of a tier that ran in two parts: a part in which no test was chosen is no failure by itself."""
+    codes = {one[0], other[0]}
+    return max(codes - {5} or codes), one[1] + other[1]
 
 
 def verdict_of(code):

@@ -134,11 +134,21 @@ def test_the_tiers_that_can_run_are_run(monkeypatch, capsys):
     monkeypatch.setattr(cmd_test.os, "cpu_count", lambda: 2)
     tree = SimpleNamespace(path="there", describe=lambda: "a ComfyUI")
     status, started, out = run(tree=tree, require="host")
-    assert status == 0 and sorted(started) == ["tests/host", "tests/unit"]
-    assert out.index("== tests/host") < out.index("what tests/unit says") < out.index("host       passed")
+    assert status == 0 and sorted(started) == ["tests/host", "tests/host/workflows", "tests/unit"]
+    said = ["== tests/host", "what tests/unit says", "what tests/host/workflows says", "host       passed"]
+    assert [out.index(text) for text in said] == sorted(out.index(text) for text in said)
     assert run(tree=tree, code=1)[0] == 1
     monkeypatch.setattr(cmd_test.os, "cpu_count", lambda: 1)
     assert run(tree=tree)[1] == ["tests/unit", "tests/host"]
+
+
+@pytest.mark.parametrize("codes, code", [((0, 0), 0), ((0, 1), 1), ((1, 0), 1), ((0, 5), 0), ((5, 1), 1), ((5, 5), 5), ((2, 0), 2)])
+def test_a_tier_in_two_parts(codes, code):
+    assert cmd_test.both((codes[0], 3.0), (codes[1], 4.0)) == (code, 7.0)
+
+
+def test_the_parts_of_the_host_tier_exist():
+    assert all((ROOT / path).exists() for path in cmd_test.VIDEOS)
 
 
 def test_arguments_after_two_dashes_go_to_pytest():
