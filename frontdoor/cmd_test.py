@@ -78,8 +78,8 @@ def run(args):
         return done.returncode, time.monotonic() - began
 
     results = {}
-    # The host tier waits for servers and keeps one core busy, so the unit tier and then its own longest tests may have the other. Each takes
-    # its share of the cores: tiny models gain nothing from a second thread, and threads without a core of their own wait for each other.
+    # The host tier waits for servers and keeps one core busy, so the unit tier and then its own longest tests may have the other. Each
+    # takes its share of the cores: tiny models gain nothing from a second thread, and threads without a core wait for each other.
     cores = os.cpu_count() or 1
     together = {"unit", "host"} <= {tier for tier in tiers if not missing[tier]} and cores > 1
     if together:
