@@ -25,8 +25,8 @@ HELP = "run every test tier that this machine can"
 ROOT = Path(__file__).resolve().parent.parent
 TIERS = ("unit", "host", "gpu", "blackwell")
 FOLDERS = {"unit": ("tests/unit", "tests/reports")}  # of a tier that has more than its own
-# Whole videos through servers of their own: nearly half of the host tier's time.
-VIDEOS = ("tests/host/workflows", "tests/host/test_nodes_workflows.py", "tests/host/test_demo.py")
+# Whole videos through servers of their own: with the unit tier as long as the rest of the host tier.
+VIDEOS = ("tests/host/workflows", "tests/host/test_nodes_workflows.py")
 TOOLS = ("pytest", "hypothesis", "jsonschema")
 # Not `python -m pytest`: that puts the working directory, and so the pack's nodes/, on sys.path.
 PYTEST = """
